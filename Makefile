@@ -1,0 +1,58 @@
+# What `make demo` runs.
+DEMO = $(BIN)/metaleader run --schedule quick --out runs/demo
+
+# The Python that makes .venv: `make PYTHON=/path/to/python3.12 test` chooses another.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test torture lint format wheel clean setup system
+
+help: ## print this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+
+demo: setup ## set up, then run the quick demonstration
+	$(DEMO)
+
+test: lint ## set up, then all checks and the tests
+	$(BIN)/pytest
+
+torture: setup ## the long tests
+	$(BIN)/pytest -m torture
+
+lint: setup ## formatting, lint, types and the direction of imports
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-logo
+
+format: setup ## format the code and repair what ruff can repair
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+wheel: setup ## build the wheel into dist/
+	$(BIN)/python -m build --wheel
+
+clean: ## remove dist/ and the caches; .venv/ and runs/ stay
+	rm -rf dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find metaleader tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup: $(STAMP) ## make .venv/ with the pinned versions, and missing system packages where allowed
+
+$(STAMP): pyproject.toml constraints.txt $(BIN)/python | system
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# --clear: what is there has no working Python.
+$(BIN)/python: | system
+	$(PYTHON) -m venv --clear $(VENV)
+
+# Looked at on every call, because it is quick: the packages are not part of .venv.
+system:
+	@test -n '$(PYTHON)' || { echo 'error: no python3 found; metaleader needs Python 3.11 or newer' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "error: $(PYTHON) is Python %d.%d;" \
+	    " metaleader needs 3.11 or newer: make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	@bash .ci/system-packages $(or $(wildcard $(BIN)/python),$(PYTHON))

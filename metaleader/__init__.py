@@ -1,0 +1,34 @@
+"""Online meta-learning in PyTorch: follow the meta leader, its baselines, streams, evaluation and theory.
+
+A learner keeps an initialisation from which every new task of a stream is learned from less data than the one before.
+"""
+
+from metaleader import losses, models, streams
+from metaleader.buffer import TaskBuffer, recency
+from metaleader.evaluate import Record, play
+from metaleader.inner import adapt
+from metaleader.learners import FTL, FTML, TOE, Learner, Scratch
+from metaleader.metagrad import meta_gradient
+from metaleader.tasks import Batch, Task, TaskStream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FTL",
+    "FTML",
+    "TOE",
+    "Batch",
+    "Learner",
+    "Record",
+    "Scratch",
+    "Task",
+    "TaskBuffer",
+    "TaskStream",
+    "adapt",
+    "losses",
+    "meta_gradient",
+    "models",
+    "play",
+    "recency",
+    "streams",
+]

@@ -1,0 +1,264 @@
+"""Memory: everything revealed so far, and how meta-batches are drawn from it (the paper's buffer and nu^t).
+
+Rows of all tasks lie one after the other in one tensor, images as the uint8 they came as; a draw is row numbers, made
+on the CPU from (seed, step) for a whole reveal at once and moved once, so that every device sees the same draws.
+
+A task of n datapoints gives disjoint support and query sets. Where n is smaller than support + query, its datapoints
+are divided between the two in proportion, at least one each, and repeated in turn to fill the sets; a single datapoint
+is both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from metaleader.tasks import Batch, check_alike, num_rows, rng, rows, to_device
+
+# nu^t: the weights of tasks 0 .. t-1 given t; None means uniform
+Weights = Callable[[int], np.ndarray]
+Which = Literal["all", "past", "current"]
+
+
+def recency(half_life: float) -> Weights:
+    """Weights that halve with every `half_life` tasks of age.
+
+    >>> recency(1.0)(3)
+    array([0.25, 0.5 , 1.  ])
+    """
+    if not half_life > 0:
+        raise ValueError(f"half_life must be positive, got {half_life}")
+    return lambda num_tasks: 0.5 ** (np.arange(num_tasks - 1, -1, -1) / half_life)
+
+
+class Draw(NamedTuple):
+    """Meta-batches as row numbers: a leading step dimension, then tasks, then datapoints.
+
+    Attributes:
+        support: (steps, tasks, support) row numbers.
+        query: (steps, tasks, query) row numbers.
+        support_y: the same shape as `support`: labels that stand in for the stored ones (n-way), or None.
+        query_y: likewise for `query`.
+    """
+
+    support: Tensor
+    query: Tensor
+    support_y: Tensor | None = None
+    query_y: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Draw:
+        """The same draw on a device."""
+        return Draw(*(None if part is None else part.to(device, non_blocking=True) for part in self))  # pyright: ignore[reportArgumentType]
+
+    def at(self, step: int) -> Draw:
+        """The draw of one step."""
+        return Draw(*(None if part is None else part[step] for part in self))  # pyright: ignore[reportArgumentType]
+
+
+class TaskBuffer:
+    """All datapoints revealed so far, by task.
+
+    Args:
+        device: where the data is kept.
+        weights: nu^t, the distribution over the tasks seen; uniform if None.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", weights: Weights | None = None) -> None:
+        self.device = torch.device(device)
+        self.weights = weights
+        self.store = _Rows(self.device)
+        self.names: list[str] = []
+        self.starts: list[int] = []
+        self._open: str | None = None
+
+    def __len__(self) -> int:
+        """The number of tasks with at least one datapoint."""
+        return len(self.names)
+
+    @property
+    def num_datapoints(self) -> int:
+        """The number of datapoints kept."""
+        return self.store.length
+
+    def begin(self, name: str) -> None:
+        """Open a new task; it enters the buffer with its first datapoint."""
+        self._open = name
+
+    def append(self, batch: Batch) -> None:
+        """Keep datapoints of the open task."""
+        if self._open is not None:
+            self.names.append(self._open)
+            self.starts.append(self.store.length)
+            self._open = None
+        self.store.append(batch)
+
+    def current(self) -> Batch | None:
+        """D_t: all datapoints of the open task, None before the first."""
+        if self._open is not None or not self.names:
+            return None
+        return self.store.take(slice(self.starts[-1], self.store.length))
+
+    def counts(self) -> np.ndarray:
+        """The number of datapoints of each task."""
+        return np.diff(np.asarray([*self.starts, self.store.length], dtype=np.int64))
+
+    def draw(
+        self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int, which: Which = "all"
+    ) -> Draw | None:
+        """Draw meta-batches for some steps; a step's draw depends on (seed, step) and the buffer alone.
+
+        Args:
+            seed: of the learner.
+            steps: the numbers of the meta-updates to draw for.
+            tasks: how many tasks a step, with replacement, from nu^t.
+            support: datapoints in a task's support set; may be 0.
+            query: datapoints in a task's query set.
+            which: all tasks seen, those before the open one, or the open one only.
+
+        Returns:
+            Row numbers on the buffer's device, or None where there is nothing to draw from.
+        """
+        is_open = self._open is None and bool(self.names)
+        last = len(self.names) - int(is_open)
+        first, stop = {"all": (0, len(self.names)), "past": (0, last), "current": (last, len(self.names))}[which]
+        if stop == first:
+            return None
+        width = support + query
+        uniforms = np.stack([rng("draw", seed, step).random((tasks, 1 + 2 * width)) for step in steps])
+        uniforms = uniforms.reshape(-1, 1 + 2 * width)
+        chosen = first + _choose(uniforms[:, 0], stop - first, self.weights if which != "current" else None)
+        counts, starts = self.counts()[chosen], np.asarray(self.starts)[chosen]
+        picked = starts[:, None] + _split(_distinct(uniforms[:, 1:], counts, width), counts, support, query)
+        picked = torch.from_numpy(picked.reshape(len(steps), tasks, width))
+        return Draw(picked[..., :support], picked[..., support:]).to(self.device)
+
+    def gather(self, draw: Draw) -> tuple[Batch, Batch]:
+        """The support and query batches of one step's draw, each (tasks, datapoints, ...)."""
+        return self.store.gather(draw.support, draw.support_y), self.store.gather(draw.query, draw.query_y)
+
+    def mark(self) -> tuple[Any, ...]:
+        """A point to return to with `rollback`."""
+        return self.store.length, len(self.names), self._open
+
+    def rollback(self, mark: tuple[Any, ...]) -> None:
+        """Forget what was appended after a mark."""
+        self.store.length, num_tasks, self._open = mark
+        del self.names[num_tasks:], self.starts[num_tasks:]
+
+    def state_dict(self, data: bool = True) -> dict[str, Any]:
+        """Everything kept; with `data=False` only the bookkeeping, for a checkpoint whose stream rebuilds the data."""
+        state = {"kind": "tasks", "names": list(self.names), "starts": list(self.starts), "open": self._open}
+        return state | self.store.state_dict(data)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state; without data in it, what is kept already must be what the state was saved with."""
+        self.store.load_state_dict(state)
+        self.names, self.starts, self._open = list(state["names"]), list(state["starts"]), state["open"]
+
+
+class _Rows:
+    """Growing storage: one tensor a leaf, rows appended in the order of arrival."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.length = 0
+        self.data: Batch | None = None
+
+    def append(self, batch: Batch) -> None:
+        batch = to_device(batch, self.device)
+        num = num_rows(batch)
+        if self.data is None:
+            self.data = tree_map(torch.clone, batch)
+        else:
+            check_alike(batch, self.data, "observe")
+            if self.length + num > num_rows(self.data):
+                # A quarter more than needed: appending stays cheap, and the memory close to the bytes of the data.
+                capacity = (self.length + num) * 5 // 4
+                self.data = tree_map(lambda leaf: _grown(leaf, self.length, capacity), self.data)
+            tree_map(lambda leaf, new: leaf[self.length : self.length + num].copy_(new), self.data, batch)
+        self.length += num
+
+    def take(self, index: slice | Tensor) -> Batch:
+        assert self.data is not None
+        return rows(self.data, index)
+
+    def gather(self, index: Tensor, y: Tensor | None) -> Batch:
+        assert self.data is not None
+        x = rows(self.data.x, index)
+        return Batch(x, rows(self.data.y, index) if y is None else y)
+
+    def state_dict(self, data: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"length": self.length}
+        if data and self.data is not None:
+            state["data"] = {
+                "x": rows(self.data.x, slice(0, self.length)),
+                "y": rows(self.data.y, slice(0, self.length)),
+            }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "data" in state:
+            data = Batch(state["data"]["x"], state["data"]["y"])
+            self.data = tree_map(lambda leaf: leaf.to(self.device, copy=True), data)
+        elif state["length"] != self.length:
+            raise ValueError(
+                f"the state was saved without its data, of {state['length']} datapoints, and {self.length} are here;"
+                " observe the same data (update=False) before loading"
+            )
+        self.length = state["length"]
+
+
+def _grown(leaf: Tensor, length: int, capacity: int) -> Tensor:
+    larger = torch.empty((capacity, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
+    larger[:length].copy_(leaf[:length])
+    return larger
+
+
+def _choose(uniform: np.ndarray, num: int, weights: Weights | None) -> np.ndarray:
+    """Tasks 0 .. num-1 from uniform numbers, by weight."""
+    if weights is None:
+        return np.minimum((uniform * num).astype(np.int64), num - 1)
+    given = np.asarray(weights(num), dtype=np.float64)
+    if given.shape != (num,) or not np.isfinite(given).all() or (given < 0).any() or given.sum() <= 0:
+        raise ValueError(f"the task weights must be {num} numbers, none negative and not all zero; got {given}")
+    cumulative = np.cumsum(given)
+    return np.minimum(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"), num - 1)
+
+
+def _distinct(uniform: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
+    """Up to `width` distinct numbers below each count, in random order (Floyd's sampling, then a shuffle).
+
+    Args:
+        uniform: (rows, 2 width) uniform numbers.
+        counts: (rows,), one or more.
+        width: numbers wanted; rows with a smaller count repeat their numbers in turn.
+    """
+    num_rows = len(counts)
+    take = np.minimum(counts, width)
+    chosen = np.full((num_rows, width), -1, dtype=np.int64)
+    for j in range(width):
+        top = counts - take + j
+        candidate = np.minimum((uniform[:, j] * (top + 1)).astype(np.int64), top)
+        taken = (chosen[:, :j] == candidate[:, None]).any(1)
+        chosen[:, j] = np.where(j < take, np.where(taken, top, candidate), -1)
+    keys = np.where(np.arange(width) < take[:, None], uniform[:, width:], 2.0)
+    shuffled = np.take_along_axis(chosen, np.argsort(keys, axis=1, kind="stable"), axis=1)
+    return np.take_along_axis(shuffled, np.arange(width) % take[:, None], axis=1)
+
+
+def _split(distinct: np.ndarray, counts: np.ndarray, support: int, query: int) -> np.ndarray:
+    """Columns for the support set, then for the query set; short rows are divided in proportion and repeated."""
+    width = support + query
+    if support == 0 or (counts >= width).all():
+        return distinct
+    have = np.minimum(counts, width)
+    for_support = np.clip(have * support // width, 1, np.maximum(have - 1, 1))
+    for_query = np.maximum(have - for_support, 1)
+    first = np.arange(support) % for_support[:, None]
+    second = (np.where(have > 1, for_support, 0))[:, None] + np.arange(query) % for_query[:, None]
+    return np.take_along_axis(distinct, np.concatenate([first, second], axis=1), axis=1)

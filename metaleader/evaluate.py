@@ -1,0 +1,147 @@
+"""The play: Algorithm 1 of the paper as a generator of records, and the regret protocol of its section 3."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from metaleader.losses import Loss, takes_labels, unsmoothed
+from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
+
+ADAPTATION_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measurement on held-out data.
+
+    Attributes:
+        protocol: "online" (Algorithm 1) or "regret" (section 3: the learner had not trained on this task).
+        round: t, from 0.
+        task: the task's name.
+        datapoints: the size of D_t.
+        loss: the mean loss on the held-out data, without label smoothing, batch norm by the test batch as in the paper.
+        accuracy: the fraction classified correctly; None for regression.
+        needed: the datapoints at the first record of this round that met the threshold; None while none has.
+        more: the same for other numbers of adaptation steps (`loss_1`, `accuracy_1`, ...), and, where the net has batch
+            norm, with statistics of D_t (`loss_task`, `accuracy_task`).
+    """
+
+    protocol: Literal["online", "regret"]
+    round: int
+    task: str
+    datapoints: int
+    loss: float
+    accuracy: float | None
+    needed: int | None
+    more: dict[str, float] = field(default_factory=dict)
+
+
+def play(
+    learner: Any,
+    stream: TaskStream | Sequence[Task],
+    reveal: int = 20,
+    *,
+    reveals: int | None = None,
+    gamma: float | None = None,
+    steps: Sequence[int] = (ADAPTATION_STEPS,),
+    measure_at: Collection[int] | None = None,
+    regret: bool = False,
+    loss: Loss | None = None,
+    start: int = 0,
+) -> Iterator[Record]:
+    """Play a stream: reveal data, let the learner observe, adapt, measure on held-out data.
+
+    The learner is handed training batches only. In the regret protocol w_t is fixed while round t is measured: the data
+    is only kept, and the round's updates come after its last measurement.
+
+    Args:
+        learner: changed as it learns.
+        stream: a sequence of tasks.
+        reveal: datapoints revealed at a time.
+        reveals: how many reveals of a task are used; all if None.
+        gamma: the threshold of proficiency: an accuracy to reach, or for regression a loss.
+        steps: numbers of adaptation steps to measure; the first is the record's own, others go to `more`.
+        measure_at: measure only at these sizes of D_t; at every reveal if None.
+        regret: follow the regret protocol.
+        loss: the loss to report; the learner's own without label smoothing if None.
+        start: the first round to play, for a learner that was restored.
+
+    Yields:
+        A record for each measured reveal.
+    """
+    if reveal < 1 or (reveals is not None and reveals < 1):
+        raise ValueError(f"reveal and reveals must be at least 1, got {reveal} and {reveals}")
+    if not steps:
+        raise ValueError("steps must name at least one number of adaptation steps")
+    if len(stream) == 0:
+        raise ValueError("the stream has no tasks")
+    metric = loss or unsmoothed(learner.loss)
+    for t in range(start, len(stream)):
+        task = stream[t]
+        _check_task(task, t)
+        learner.begin(task.name)
+        needed = None
+        stop = num_rows(task.train) if reveals is None else min(num_rows(task.train), reveal * reveals)
+        updates_due = 0
+        for first in range(0, stop, reveal):
+            batch = rows(task.train, slice(first, min(first + reveal, stop)))
+            learner.observe(batch.x, batch.y, update=not regret)
+            updates_due += 1
+            datapoints = min(first + reveal, stop)
+            if measure_at is not None and datapoints not in measure_at:
+                continue
+            values = measure(learner, task.test, metric, steps)
+            met = gamma is not None and (
+                values["accuracy"] >= gamma if "accuracy" in values else values["loss"] <= gamma
+            )
+            if met and needed is None:
+                needed = datapoints
+            yield Record(
+                protocol="regret" if regret else "online",
+                round=t,
+                task=task.name,
+                datapoints=datapoints,
+                loss=values.pop("loss"),
+                accuracy=values.pop("accuracy", None),
+                needed=needed,
+                more=values,
+            )
+        if regret:
+            for _ in range(updates_due):
+                learner.update()
+
+
+@torch.no_grad()
+def measure(learner: Any, test: Batch, metric: Loss, steps: Sequence[int] = (ADAPTATION_STEPS,)) -> dict[str, float]:
+    """Adapt, then loss and accuracy on held-out data, for each number of steps; all values in one transfer."""
+    test = to_device(test, getattr(learner, "device", "cpu"))
+    values: dict[str, Tensor] = {}
+    for number, net in zip(steps, learner.adapt(steps=list(steps), statistics="batch"), strict=True):
+        suffix = "" if number == steps[0] else f"_{number}"
+        values |= _scores(net, test, metric, suffix)
+    if getattr(learner, "has_batch_norm", False):
+        values |= _scores(learner.adapt(steps=steps[0], statistics="task"), test, metric, "_task")
+    numbers = torch.stack([value.double() for value in values.values()]).tolist()
+    return dict(zip(values, numbers, strict=True))
+
+
+def _scores(net: nn.Module, test: Batch, metric: Loss, suffix: str) -> dict[str, Tensor]:
+    prediction = net(test.x)
+    scores = {f"loss{suffix}": metric(prediction, test.y).mean()}
+    if takes_labels(metric) or (_integers(test.y) and prediction.ndim == 2 and prediction.shape[1] > 1):
+        scores[f"accuracy{suffix}"] = (prediction.argmax(1) == test.y).float().mean()
+    return scores
+
+
+def _integers(y: Any) -> bool:
+    return isinstance(y, Tensor) and not y.is_floating_point() and y.ndim == 1
+
+
+def _check_task(task: Any, t: int) -> None:
+    if not isinstance(task, Task):
+        raise ValueError(f"stream[{t}] is a {type(task).__name__}, not a Task(name, train, test)")

@@ -1,0 +1,486 @@
+"""What every learner shares: the contract (begin, observe, adapt, state_dict), memory, optimiser, saving.
+
+A learner is final; it says only which datapoints an update draws, which gradient it takes of them, and how it adapts.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypedDict, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from metaleader.buffer import Draw, TaskBuffer, Weights
+from metaleader.inner import Params, StepSize, adapt, moving_names, step_sizes
+from metaleader.losses import Loss
+from metaleader.network import Network, Statistics, scale_uint8
+from metaleader.store import load_tree, save_tree
+from metaleader.tasks import Batch, Tree, check_alike, check_batch, num_rows, rng, to_device
+
+Model = nn.Module | Callable[[], nn.Module]
+Schedule = float | Sequence[tuple[int, float]]
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+_OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adam": torch.optim.Adam,
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
+}
+_FILE, _FILE_VERSION = "metaleader-learner", 1
+# The callables among the hyperparameters: they are not saved, and must be passed again to `load`.
+_CALLABLES = ("optimizer", "weights", "preprocess")
+
+
+class Common(TypedDict, total=False):
+    """Hyperparameters of every learner; see `Learner`."""
+
+    meta_lr: Schedule
+    meta_steps: int
+    tasks_per_step: int
+    query: int
+    optimizer: str | OptimizerFactory
+    clip: float | None
+    weights: Weights | None
+    preprocess: Callable[[Tree], Tree] | None
+    seed: int
+    device: str | torch.device
+
+
+class Adaptation(NamedTuple):
+    """The update procedure U of a learner."""
+
+    lr: StepSize
+    steps: int
+    only: str | None
+
+
+class Learner(ABC):
+    """The contract of all learners.
+
+    Args:
+        model: an `nn.Module`, whose weights are the initialisation, or a function that builds one, called under `seed`.
+        loss: of (prediction, target), one value a datapoint or a scalar.
+        meta_lr: the outer step size, or (from update, step size) pairs such as `[(0, 0.01), (5000, 0.001)]`.
+        meta_steps: updates at each `observe`.
+        tasks_per_step: tasks in one update.
+        query: datapoints of each task that an update's loss is taken on.
+        optimizer: "adam", "sgd" (momentum 0.9), or a function of (parameters, lr=...) such as `torch.optim.AdamW`.
+        clip: the largest norm of a gradient; longer ones are scaled down.
+        weights: nu^t, the distribution over tasks seen, such as `recency(10)`; uniform if None.
+        preprocess: applied to every x; by default scales uint8 to [0, 1].
+        seed: of the initialisation and of all draws.
+        device: where parameters and data live.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss: Loss,
+        *,
+        meta_lr: Schedule = 1e-3,
+        meta_steps: int = 10,
+        tasks_per_step: int = 25,
+        query: int = 10,
+        optimizer: str | OptimizerFactory = "adam",
+        clip: float | None = None,
+        weights: Weights | None = None,
+        preprocess: Callable[[Tree], Tree] | None = scale_uint8,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        for name, value, low in (
+            ("meta_steps", meta_steps, 0),
+            ("tasks_per_step", tasks_per_step, 1),
+            ("query", query, 1),
+            ("seed", seed, 0),
+        ):
+            check_integer(name, value, low)
+        if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {sorted(_OPTIMIZERS)} or a function, got {optimizer!r}")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be positive or None, got {clip}")
+        self.loss = loss
+        self.meta_steps = meta_steps
+        self.tasks_per_step = tasks_per_step
+        self.query = query
+        self.clip = clip
+        self.seed = seed
+        self.device = torch.device(device)
+        self._meta_lr = _check_schedule(meta_lr)
+        self._model = model
+        self._make_optimizer = _OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        self._hyperparameters: dict[str, Any] = {
+            "meta_lr": meta_lr if isinstance(meta_lr, int | float) else [list(pair) for pair in meta_lr],
+            "meta_steps": meta_steps,
+            "tasks_per_step": tasks_per_step,
+            "query": query,
+            "optimizer": optimizer,
+            "clip": clip,
+            "weights": weights,
+            "preprocess": preprocess,
+            "seed": seed,
+        }
+        self._network = Network(initial_module(model, seed, 0), loss, preprocess)
+        self._network.module.to(self.device)
+        self.params: Params = self._network.params()
+        self._optimizer = self._new_optimizer()
+        self._buffer = TaskBuffer(self.device, weights)
+        self.step = 0
+        self.round = -1
+        self.task: str | None = None
+
+    # What a learner is.
+
+    @abstractmethod
+    def _draw(self, steps: Sequence[int]) -> Draw | None:
+        """What the updates with these numbers draw from the buffer."""
+
+    @abstractmethod
+    def _gradient(self, support: Batch, query: Batch, noise: Tensor | None) -> tuple[Tensor, Params]:
+        """The loss of one update, and its gradient."""
+
+    @abstractmethod
+    def _adaptation(self) -> Adaptation | None:
+        """The update procedure, or None for a learner that is used as it is."""
+
+    def _on_begin(self) -> None:  # noqa: B027
+        """Called when a round begins."""
+
+    # The contract.
+
+    def begin(self, name: str) -> None:
+        """Begin round t with a new task; D_t is empty.
+
+        Args:
+            name: a label; a name seen before still opens a new task.
+        """
+        self.round += 1
+        self.task = str(name)
+        self._buffer.begin(self.task)
+        self._on_begin()
+
+    def observe(self, x: Tree, y: Tree, *, update: bool = True) -> None:
+        """Keep datapoints of the current task and meta-update; on an error the learner is as before the call.
+
+        Args:
+            x: inputs, one row a datapoint: a tensor, or a dict or tuple of tensors.
+            y: targets, one row a datapoint.
+            update: False only keeps the data; call `update` later.
+        """
+        if self.task is None:
+            raise ValueError("observe before begin: call begin(name) to open a task first")
+        batch = to_device(check_batch(Batch(x, y), "observe"), self.device)
+        if self._buffer.store.data is not None:
+            check_alike(batch, self._buffer.store.data, "observe")
+        self._network.check(self.params, batch, "observe")
+        mark = self._buffer.mark()
+        self._buffer.append(batch)
+        if update:
+            try:
+                self.update()
+            except BaseException:
+                self._buffer.rollback(mark)
+                raise
+
+    @torch.no_grad()
+    def update(self, steps: int | None = None) -> None:
+        """Run `meta_steps` updates, or the given number, on what was observed.
+
+        Raises:
+            ValueError: when a loss or gradient is not finite; the learner is then as before the call.
+        """
+        numbers = range(self.step, self.step + self._num_updates(self.meta_steps if steps is None else steps))
+        draw = self._draw(numbers) if numbers else None
+        if draw is None:
+            return
+        before = self._training_state()
+        noises = self._noise(numbers, draw.query.shape[1])
+        watched = []
+        for i, number in enumerate(numbers):
+            support, query = self._buffer.gather(draw.at(i))
+            loss, gradient = self._gradient(support, query, None if noises is None else noises[i])
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradient.values()]))
+            self._descend(gradient, norm, number)
+            watched.append(torch.stack([loss, norm]))
+        self.step = numbers.stop
+        # The one point where the host waits for the device.
+        finite = torch.isfinite(torch.stack(watched)).all(1).cpu()
+        if not bool(finite.all()):
+            self._restore_training_state(before)
+            first = int((~finite).nonzero()[0])
+            raise ValueError(
+                f"the loss or its gradient is not finite at update {first + 1} of {len(numbers)}, round {self.round}"
+                f" (task {self.task!r}, {self.num_datapoints} datapoints): lower {self._what_to_lower()}, set clip, or"
+                " check the scale of the data; the learner is as before the call"
+            )
+
+    @overload
+    def adapt(self, steps: int | None = None, statistics: Statistics = "task") -> nn.Module: ...
+
+    @overload
+    def adapt(self, steps: Sequence[int], statistics: Statistics = "task") -> list[nn.Module]: ...
+
+    @torch.no_grad()
+    def adapt(
+        self, steps: int | Sequence[int] | None = None, statistics: Statistics = "task"
+    ) -> nn.Module | list[nn.Module]:
+        """A net adapted to all of D_t, for use on one row or many; the learner stays as it is.
+
+        Before any data of the task, the net is the initialisation.
+
+        Args:
+            steps: how many gradient steps; the learner's own number if None. Several numbers give a list of nets.
+            statistics: what batch norm divides by: "task" takes D_t's statistics, so that a prediction does not depend
+                on the rows beside it; "batch" those of the rows it is called on, as in the paper.
+        """
+        data = self._buffer.current() if self.task is not None else None
+        procedure = self._adaptation()
+        several = isinstance(steps, Sequence)
+        default = 0 if procedure is None else procedure.steps
+        wanted = list(steps) if isinstance(steps, Sequence) else [default if steps is None else steps]
+        for number in wanted:
+            check_integer("steps", number, 0)
+        nets: dict[int, nn.Module] = {}
+        params, done = self.params, 0
+        for number in sorted(set(wanted)):
+            if procedure is not None and data is not None:
+                noise = self._adapt_noise(done, number, num_rows(data))
+                params = adapt(
+                    self._network.loss_fn, params, data, procedure.lr, number - done, only=procedure.only, noise=noise
+                )
+                done = number
+            nets[number] = self._network.adapted(params, data, statistics)
+        chosen = [nets[number] for number in wanted]
+        return chosen if several else chosen[0]
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether the choice of statistics makes a difference."""
+        return self._network.has_batch_norm
+
+    @property
+    def num_datapoints(self) -> int:
+        """The size of D_t."""
+        data = self._buffer.current() if self.task is not None else None
+        return 0 if data is None else num_rows(data)
+
+    # State.
+
+    def state_dict(self, data: bool = True) -> dict[str, Any]:
+        """Everything that the learner's future depends on, as a tree of tensors and plain values.
+
+        Args:
+            data: False leaves the observed datapoints out; they must be observed again before `load_state_dict`.
+        """
+        state = {"step": self.step, "round": self.round, "task": self.task}
+        return state | self._training_state() | {"buffer": self._buffer.state_dict(data)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state: bit for bit as the learner it was taken from."""
+        try:
+            params = state["params"]
+            found = {name: tuple(value.shape) for name, value in params.items()}
+            expected = {name: tuple(value.shape) for name, value in self.params.items()}
+            if found != expected:
+                raise ValueError(f"the state is of another model: {_difference(found, expected)}")
+            if any(params[name].dtype != value.dtype for name, value in self.params.items()):
+                raise ValueError("the state is of a model with another dtype; convert the model first")
+            self._buffer.load_state_dict(state["buffer"])
+            self._restore_training_state(state)
+            self.round, self.task = state["round"], state["task"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a learner's state_dict: {error!r}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the learner with its data and hyperparameters to one safetensors file, atomically."""
+        hyperparameters = dict(self._hyperparameters)
+        given = [name for name in _CALLABLES if callable(hyperparameters[name])]
+        for name in given:
+            del hyperparameters[name]
+        if self._hyperparameters["preprocess"] is scale_uint8:
+            given.remove("preprocess")
+        tree = {"learner": type(self).__name__, "hyperparameters": hyperparameters, "callables": given}
+        save_tree(path, tree | {"state": self.state_dict()}, _FILE, _FILE_VERSION)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Model, loss: Loss, **callables: Any) -> Self:
+        """Load a learner; continuing is bit-identical to not having stopped.
+
+        Args:
+            path: what `save` wrote.
+            model: the same architecture; its weights are replaced.
+            loss: the same loss.
+            callables: `optimizer`, `weights` or `preprocess` where the saved learner had functions for them, and
+                `device` for another device than the CPU.
+
+        Raises:
+            FileNotFoundError: when there is no such file.
+            ValueError: for a truncated file, another learner or another model.
+        """
+        tree = load_tree(path, _FILE, _FILE_VERSION)
+        if tree["learner"] != cls.__name__:
+            raise ValueError(
+                f"{path} holds a {tree['learner']}, not a {cls.__name__}; load it with {tree['learner']}.load"
+            )
+        missing = [name for name in tree["callables"] if name not in callables]
+        if missing:
+            raise ValueError(
+                f"{path} was saved with functions of your own; pass {', '.join(f'{m}=...' for m in missing)}"
+            )
+        unknown = set(callables) - set(tree["callables"]) - {"device"}
+        if unknown:
+            raise ValueError(f"{sorted(unknown)} come from the file; change them on the learner, or build a new one")
+        learner = cls(model, loss, **tree["hyperparameters"], **callables)
+        learner.load_state_dict(tree["state"])
+        return learner
+
+    # Inside.
+
+    def _num_updates(self, meta_steps: int) -> int:
+        return meta_steps
+
+    def _what_to_lower(self) -> str:
+        procedure = self._adaptation()
+        return f"meta_lr ({self._lr(self.step)})" + (f" or inner_lr ({procedure.lr})" if procedure else "")
+
+    def _lr(self, number: int) -> float:
+        return next(lr for start, lr in reversed(self._meta_lr) if start <= number)
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        return self._make_optimizer(list(self.params.values()), lr=self._lr(0))
+
+    def _descend(self, gradient: Params, norm: Tensor, number: int) -> None:
+        scale = None if self.clip is None else torch.clamp(self.clip / (norm + 1e-12), max=1.0)
+        for name, value in self.params.items():
+            value.grad = gradient[name] if scale is None else gradient[name] * scale
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._lr(number)
+        self._optimizer.step()
+        for value in self.params.values():
+            value.grad = None
+
+    def _noise(self, numbers: Sequence[int], num_tasks: int) -> Tensor | None:
+        if not self._network.has_dropout:
+            return None
+        procedure = self._adaptation()
+        shape = (1 + (procedure.steps if procedure else 0), num_tasks)
+        drawn = [rng("dropout", self.seed, n).integers(2**31, size=shape) for n in numbers]
+        return torch.from_numpy(np.stack(drawn)).to(self.device)
+
+    def _adapt_noise(self, done: int, stop: int, num_datapoints: int) -> Tensor | None:
+        if not self._network.has_dropout:
+            return None
+        drawn = rng("adapt dropout", self.seed, self.round, num_datapoints).integers(2**31, size=stop)
+        return torch.from_numpy(drawn[done:]).to(self.device)
+
+    def _reinitialise(self) -> None:
+        module = initial_module(self._model, self.seed, self.round, fresh=True)
+        for name, value in module.named_parameters():
+            self.params[name].copy_(value.detach())
+        self._optimizer = self._new_optimizer()
+
+    def _training_state(self) -> dict[str, Any]:
+        optimizer = self._optimizer.state_dict()
+        return {
+            "step": self.step,
+            "params": {name: value.clone() for name, value in self.params.items()},
+            "optimizer": {
+                "state": {str(i): _plain(values) for i, values in optimizer["state"].items()},
+                "groups": [
+                    {k: v for k, v in group.items() if k != "params" and _is_plain(v)}
+                    for group in optimizer["param_groups"]
+                ],
+            },
+        }
+
+    def _restore_training_state(self, state: Mapping[str, Any]) -> None:
+        self.step = state["step"]
+        for name, value in self.params.items():
+            value.copy_(state["params"][name])
+        self._optimizer = self._new_optimizer()
+        whole = self._optimizer.state_dict()
+        whole["state"] = {int(i): copy.deepcopy(values) for i, values in state["optimizer"]["state"].items()}
+        for group, saved in zip(whole["param_groups"], state["optimizer"]["groups"], strict=True):
+            group.update(saved)
+        self._optimizer.load_state_dict(whole)
+
+
+def initial_module(model: Model, seed: int, t: int, fresh: bool = False) -> nn.Module:
+    """Build the module of a learner, from seed and round alone; with `fresh`, a given module is initialised anew."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(rng("initialisation", seed, t).integers(2**63)))
+        if not isinstance(model, nn.Module):
+            built = model() if callable(model) else model
+            if not isinstance(built, nn.Module):
+                raise ValueError(
+                    f"the model must be an nn.Module or a function that builds one, got {type(built).__name__}"
+                )
+            return built
+        if not fresh:
+            return model
+        module = copy.deepcopy(model)
+        for name, part in module.named_modules():
+            if not any(True for _ in part.parameters(recurse=False)):
+                continue
+            reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+            if reset is None:
+                raise ValueError(
+                    f"layer {name!r} ({type(part).__name__}) has no reset_parameters, so it cannot be initialised anew;"
+                    " pass a function that builds the model instead of a module"
+                )
+            reset()
+        return module
+
+
+def check_integer(name: str, value: Any, low: int) -> None:
+    """Refuse what is not an integer of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
+        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+def check_step_size(name: str, lr: StepSize, params: Params, only: str | None) -> None:
+    """Refuse step sizes that are negative, not finite, or not of the tensors that move."""
+    moving = {key: params[key] for key in moving_names(params, only)}
+    for key, value in step_sizes(lr, moving).items():
+        if not (math.isfinite(float(value)) and float(value) >= 0):
+            raise ValueError(f"{name} must be a finite number of at least 0, got {float(value)} for {key}")
+
+
+def _check_schedule(meta_lr: Schedule) -> list[tuple[int, float]]:
+    pairs = [(0, meta_lr)] if isinstance(meta_lr, int | float) else [(int(n), lr) for n, lr in meta_lr]
+    starts = [start for start, _ in pairs]
+    if not pairs or starts[0] != 0 or starts != sorted(set(starts)):
+        raise ValueError(
+            f"meta_lr must be a number, or (from update, step size) pairs that begin at 0; got {meta_lr!r}"
+        )
+    if not all(math.isfinite(lr) and lr >= 0 for _, lr in pairs):
+        raise ValueError(f"meta_lr must be finite and at least 0, got {meta_lr!r}")
+    return [(start, float(lr)) for start, lr in pairs]
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | tuple | list)
+
+
+def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    lines = [f"{name}: saved {found[name]}, here {expected[name]}" for name in found if name in expected]
+    changed = [
+        line
+        for line, name in zip(lines, [n for n in found if n in expected], strict=True)
+        if found[name] != expected[name]
+    ]
+    return "; ".join(
+        [*changed[:3]]
+        + [f"only in the file: {name}" for name in list(found.keys() - expected.keys())[:3]]
+        + [f"only in the model: {name}" for name in list(expected.keys() - found.keys())[:3]]
+    )

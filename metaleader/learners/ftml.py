@@ -1,0 +1,82 @@
+"""FTML, follow the meta leader: keep minimising the loss after adaptation over all tasks seen (Eq. 4, Algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Unpack
+
+from torch import Tensor
+
+from metaleader.buffer import Draw
+from metaleader.inner import Params, StepSize
+from metaleader.learners.base import Adaptation, Common, Learner, Model, check_integer, check_step_size
+from metaleader.losses import Loss
+from metaleader.metagrad import meta_gradient
+from metaleader.tasks import Batch
+
+
+class FTML(Learner):
+    """Follow the meta leader.
+
+    Args:
+        model: an `nn.Module`, or a function that builds one.
+        loss: of (prediction, target).
+        inner_lr: the step size of the inner loop and of `adapt`: one, or one for each tensor that moves, by name.
+        inner_steps: gradient steps in the inner loop and in `adapt`.
+        support: datapoints of each task that an update adapts on, disjoint from its `query`.
+        only: which parameters move in the inner loop: None for all, "last" for the last layer, or a name pattern.
+        first_order: leave the second derivatives out of the meta-gradient.
+        chunk: how many tasks are held at a time; bounds the memory.
+        common: `meta_lr`, `meta_steps`, `tasks_per_step`, `query`, `optimizer`, `clip`, `weights`, `preprocess`,
+            `seed`, `device`; see `Learner`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss: Loss,
+        *,
+        inner_lr: StepSize = 0.1,
+        inner_steps: int = 5,
+        support: int = 10,
+        only: str | None = None,
+        first_order: bool = False,
+        chunk: int | None = None,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(model, loss, **common)
+        check_integer("inner_steps", inner_steps, 0)
+        check_integer("support", support, 1)
+        check_step_size("inner_lr", inner_lr, self.params, only)
+        self.inner_lr, self.inner_steps, self.only = inner_lr, inner_steps, only
+        self.support, self.first_order, self.chunk = support, first_order, chunk
+        self._hyperparameters |= {
+            "inner_lr": {k: float(v) for k, v in inner_lr.items()}
+            if isinstance(inner_lr, Mapping)
+            else float(inner_lr),
+            "inner_steps": inner_steps,
+            "support": support,
+            "only": only,
+            "first_order": first_order,
+            "chunk": chunk,
+        }
+
+    def _draw(self, steps: Sequence[int]) -> Draw | None:
+        return self._buffer.draw(self.seed, steps, self.tasks_per_step, self.support, self.query)
+
+    def _gradient(self, support: Batch, query: Batch, noise: Tensor | None) -> tuple[Tensor, Params]:
+        return meta_gradient(
+            self._network.loss_fn,
+            self.params,
+            support,
+            query,
+            self.inner_lr,
+            self.inner_steps,
+            self.first_order,
+            self.chunk,
+            only=self.only,
+            noise=noise,
+        )
+
+    def _adaptation(self) -> Adaptation:
+        return Adaptation(self.inner_lr, self.inner_steps, self.only)

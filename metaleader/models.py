@@ -1,0 +1,87 @@
+"""The paper's networks, and an MLP: plain `torch.nn` modules whose last layer is called `head`.
+
+Batch norm uses the statistics of the current batch, always, as in MAML: a batch holds one task only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def mlp(inputs: int, outputs: int, hidden: Sequence[int] = (40, 40)) -> nn.Module:
+    """A multilayer perceptron with ReLU.
+
+    >>> mlp(1, 1)(torch.zeros(7, 1)).shape
+    torch.Size([7, 1])
+    """
+    widths = [inputs, *hidden]
+    layers: list[tuple[str, nn.Module]] = []
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(widths)):
+        layers += [(f"linear{i}", nn.Linear(fan_in, fan_out)), (f"relu{i}", nn.ReLU())]
+    return nn.Sequential(OrderedDict([*layers, ("head", nn.Linear(widths[-1], outputs))]))
+
+
+def conv_net(classes: int, image_size: int = 28, channels: int = 3, filters: int = 32, layers: int = 5) -> nn.Module:
+    """The paper's network for Rainbow MNIST and CIFAR-100: 3x3 convolutions of stride 2 with batch norm and ReLU.
+
+    Images of 28x28 shrink as 28, 14, 7, 4, 2, 1. The convolutions have no bias: batch norm would cancel it.
+
+    >>> conv_net(10)(torch.zeros(4, 3, 28, 28)).shape
+    torch.Size([4, 10])
+    """
+    modules: list[tuple[str, nn.Module]] = []
+    size = image_size
+    for i in range(layers):
+        modules += _conv_block(i, channels if i == 0 else filters, filters, kernel=3, stride=2)
+        size = (size + 1) // 2
+    head = nn.Linear(filters * size * size, classes)
+    return nn.Sequential(OrderedDict([*modules, ("flatten", nn.Flatten()), ("head", head)]))
+
+
+def pose_net(
+    outputs: int = 4,
+    channels: int = 3,
+    filters: int = 16,
+    strides: Sequence[int] = (2, 2, 2, 1),
+    hidden: Sequence[int] = (200, 200),
+) -> nn.Module:
+    """The paper's network for pose: 5x5 convolutions, spatial soft-argmax, dense layers, batch norm and ReLU on all.
+
+    >>> pose_net()(torch.zeros(4, 3, 64, 64)).shape
+    torch.Size([4, 4])
+    """
+    modules: list[tuple[str, nn.Module]] = []
+    for i, stride in enumerate(strides):
+        modules += _conv_block(i, channels if i == 0 else filters, filters, kernel=5, stride=stride)
+    modules.append(("points", SoftArgmax()))
+    widths = [2 * filters, *hidden]
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(widths)):
+        norm = nn.BatchNorm1d(fan_out, track_running_stats=False)
+        modules += [(f"linear{i}", nn.Linear(fan_in, fan_out, bias=False)), (f"dense_norm{i}", norm)]
+        modules.append((f"dense_relu{i}", nn.ReLU()))
+    return nn.Sequential(OrderedDict([*modules, ("head", nn.Linear(widths[-1], outputs))]))
+
+
+class SoftArgmax(nn.Module):
+    """Spatial soft-argmax: each feature map (N, C, H, W) becomes its expected position, (N, 2 C) in [-1, 1]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the expected x of every channel, then the expected y."""
+        height, width = x.shape[-2:]
+        weights = torch.softmax(x.flatten(-2), -1).unflatten(-1, (height, width))
+        across = torch.linspace(-1, 1, width, dtype=x.dtype, device=x.device)
+        down = torch.linspace(-1, 1, height, dtype=x.dtype, device=x.device)
+        return torch.cat([(weights.sum(-2) * across).sum(-1), (weights.sum(-1) * down).sum(-1)], -1)
+
+
+def _conv_block(i: int, fan_in: int, fan_out: int, kernel: int, stride: int) -> list[tuple[str, nn.Module]]:
+    return [
+        (f"conv{i}", nn.Conv2d(fan_in, fan_out, kernel, stride=stride, padding=kernel // 2, bias=False)),
+        (f"norm{i}", nn.BatchNorm2d(fan_out, track_running_stats=False)),
+        (f"relu{i}", nn.ReLU()),
+    ]

@@ -1,0 +1,133 @@
+"""Files that are whole or absent, and state trees kept as safetensors: loading one never runs code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+
+def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file so that a reader, or a kill at any moment, finds the old content or the new, never a part.
+
+    Raises:
+        OSError: when the folder cannot be written or the disk is full; the old file is then untouched.
+    """
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def save_tree(path: str | os.PathLike[str], tree: dict[str, Any], kind: str, version: int) -> None:
+    """Save nested dicts, lists and tuples of tensors and plain values as one safetensors file.
+
+    Tensors become the file's tensors, by their path in the tree; the rest is JSON in its metadata, with a format name
+    and version.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = _take_tensors(tree, "", tensors)
+    metadata = {"format": kind, "version": str(version), "tree": json.dumps(plain)}
+    write_atomic(path, save(tensors, metadata=metadata))
+
+
+def load_tree(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
+    """Load what `save_tree` wrote.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        ValueError: for a truncated or foreign file, or one of a newer version.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or not a safetensors file ({error}); use an intact copy") from error
+    if metadata.get("format") != kind:
+        raise ValueError(f"{path} is not a {kind} file: its format is {metadata.get('format')!r}")
+    try:
+        found = int(metadata["version"])
+        plain = json.loads(metadata["tree"])
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
+    if found > version:
+        raise ValueError(
+            f"{path} has version {found} of the {kind} format, this release reads up to {version}; upgrade"
+        )
+    return _put_tensors(plain, tensors, path)
+
+
+def _take_tensors(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        # A copy: safetensors refuses tensors that share memory or are not contiguous.
+        tensors[path] = tree.detach().cpu().contiguous().clone()
+        return {"tensor": path}
+    if isinstance(tree, dict):
+        if not all(isinstance(key, str) for key in tree):
+            raise ValueError(f"keys must be text at {path!r}, got {list(tree)}")
+        return {
+            "dict": {key: _take_tensors(value, f"{path}/{key}".lstrip("/"), tensors) for key, value in tree.items()}
+        }
+    if isinstance(tree, list | tuple):
+        items = [_take_tensors(value, f"{path}/{i}".lstrip("/"), tensors) for i, value in enumerate(tree)]
+        return {"list" if isinstance(tree, list) else "tuple": items}
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return {"value": tree}
+    raise ValueError(
+        f"cannot save {type(tree).__name__} at {path!r}: only tensors, numbers, text, dicts, lists and tuples"
+    )
+
+
+def _put_tensors(plain: Any, tensors: dict[str, Tensor], path: Path) -> Any:
+    try:
+        ((kind, content),) = plain.items()
+        if kind == "tensor":
+            return tensors[content]
+        if kind == "dict":
+            return {key: _put_tensors(value, tensors, path) for key, value in content.items()}
+        if kind in ("list", "tuple"):
+            items = [_put_tensors(value, tensors, path) for value in content]
+            return items if kind == "list" else tuple(items)
+        if kind == "value":
+            return content
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ValueError) and "damaged" in str(error):
+            raise
+        raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
+    raise ValueError(f"{path} has a damaged header (unknown node {kind!r}); use an intact copy")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

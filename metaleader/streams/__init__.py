@@ -1,0 +1,5 @@
+"""Streams of tasks."""
+
+from metaleader.streams.sinusoid import SinusoidStream
+
+__all__ = ["SinusoidStream"]

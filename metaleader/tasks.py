@@ -1,0 +1,154 @@
+"""The door: a batch of datapoints, a task, a stream of tasks.
+
+Everything that enters the house does so as one of these three, and is checked here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+# A tensor, or a dict, list or tuple of tensors, all with the same number of rows.
+Tree = Any
+
+
+class Batch(NamedTuple):
+    """Datapoints of one task.
+
+    Attributes:
+        x: inputs: a tensor, or a dict or tuple of tensors, with one row a datapoint.
+        y: targets, with one row a datapoint.
+    """
+
+    x: Tree
+    y: Tree
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a stream: what is revealed of it, and what is held out to measure on.
+
+    Attributes:
+        name: a label for records and figures; names need not be unique.
+        train: the datapoints that are revealed, in this order.
+        test: held-out datapoints that a learner never sees.
+        classes: for n-way streams, the global class behind each local label, in local order.
+        ids: for n-way streams, one integer a training datapoint that names it across tasks.
+    """
+
+    name: str
+    train: Batch
+    test: Batch
+    classes: tuple[int, ...] | None = None
+    ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for part in ("train", "test"):
+            batch = getattr(self, part)
+            if not (isinstance(batch, tuple) and len(batch) == 2):
+                raise ValueError(f"task {self.name!r}: {part} must be a Batch(x, y), got {type(batch).__name__}")
+            object.__setattr__(self, part, check_batch(Batch(*batch), f"task {self.name!r}, {part}"))
+        if self.ids is not None and len(self.ids) != num_rows(self.train):
+            raise ValueError(f"task {self.name!r}: {len(self.ids)} ids for {num_rows(self.train)} training datapoints")
+
+
+@runtime_checkable
+class TaskStream(Protocol):
+    """A sequence of tasks: `stream[t]` gives the same answer every time it is asked. A list of tasks is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, t: int, /) -> Task: ...
+
+
+def rng(purpose: str, *key: int) -> np.random.Generator:
+    """Random numbers that depend on a purpose and a key alone: the same on every machine, whatever was drawn before."""
+    return np.random.default_rng([*purpose.encode(), *key])
+
+
+def num_rows(tree: Tree) -> int:
+    """The number of datapoints in a tree of tensors."""
+    return tree_leaves(tree)[0].shape[0]
+
+
+def rows(tree: Tree, index: slice | Tensor) -> Tree:
+    """The datapoints at an index, in every tensor of a tree."""
+    return tree_map(lambda leaf: leaf[index], tree)
+
+
+def to_device(tree: Tree, device: torch.device | str) -> Tree:
+    """Move every tensor of a tree."""
+    return tree_map(lambda leaf: leaf.to(device), tree)
+
+
+def check_batch(batch: Batch, where: str) -> Batch:
+    """Turn array-likes into tensors and refuse what cannot be a batch.
+
+    Args:
+        batch: the datapoints.
+        where: what the message names, such as "observe".
+
+    Raises:
+        ValueError: for an empty batch, unequal numbers of rows, NaN or infinite values, or values that are not numeric.
+    """
+    checked = Batch(*(_as_tensors(part, f"{where}: {name}") for name, part in zip("xy", batch, strict=True)))
+    sizes = {leaf.shape[0] for leaf in tree_leaves(checked)}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{where}: x and y must have one row a datapoint, got {sorted(sizes)} rows; shapes {shapes(checked)}"
+        )
+    if sizes == {0}:
+        raise ValueError(f"{where}: the batch is empty; pass at least one datapoint")
+    return checked
+
+
+def check_alike(batch: Batch, reference: Batch, where: str) -> None:
+    """Refuse a batch whose tree, row shapes or dtypes differ from those of an earlier one."""
+    for name, part, expected in zip("xy", batch, reference, strict=True):
+        if row_signature(part) != row_signature(expected):
+            raise ValueError(
+                f"{where}: {name} has rows of {row_signature(part)}, but earlier datapoints have"
+                f" {row_signature(expected)}; all tasks of a learner share one shape and dtype"
+            )
+
+
+def shapes(tree: Tree) -> Tree:
+    """The shapes in a tree, for messages."""
+    return tree_map(lambda leaf: tuple(leaf.shape), tree)
+
+
+def row_signature(tree: Tree) -> str:
+    """What one datapoint looks like: the tree with shape and dtype in place of tensors, as text."""
+    described = tree_map(lambda leaf: f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[1:])}", tree)
+    return str(described).replace("'", "")
+
+
+def _as_tensors(tree: Tree, where: str) -> Tree:
+    leaves = tree_leaves(tree)
+    if not leaves:
+        raise ValueError(f"{where} holds no tensor")
+    return tree_map(_tensor_maker(where), tree)
+
+
+def _tensor_maker(where: str) -> Callable[[Any], Tensor]:
+    def make(leaf: Any) -> Tensor:
+        try:
+            tensor = leaf.detach() if isinstance(leaf, Tensor) else torch.as_tensor(leaf)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{where} is not numeric: got {type(leaf).__name__}; pass tensors or arrays") from error
+        if tensor.ndim == 0:
+            raise ValueError(f"{where} is a single value; the first dimension must be the datapoints")
+        if tensor.is_complex():
+            raise ValueError(f"{where} is complex ({tensor.dtype}); pass real numbers")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise ValueError(f"{where} holds {bad} NaN or infinite values; clean or drop these datapoints")
+        return tensor
+
+    return make
