@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.inner import Params
+from metaleader.layers import BatchNorm, Conv2d, SeededDropout
 from metaleader.losses import Loss, takes_labels
 from metaleader.tasks import Batch, Tree, num_rows, row_signature, rows
 
@@ -160,85 +161,6 @@ class Network:
             ) from error
 
 
-class BatchNorm(nn.Module):
-    """Batch norm by the statistics of the batch at hand, with the parameters and buffers of the layer it replaces.
-
-    After one call with `keep_next`, it uses the statistics of that call, for good. Statistics are biased, as in
-    `torch.nn.BatchNorm2d` in training; a batch of one value a channel gives the shift.
-    """
-
-    weight: Tensor | None
-    bias: Tensor | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-
-    def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
-        super().__init__()
-        self.eps = layer.eps
-        self.register_parameter("weight", layer.weight)
-        self.register_parameter("bias", layer.bias)
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(name, getattr(layer, name), persistent=getattr(layer, name) is not None)
-        self.kept = False
-        self.keep_next = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise each channel (dimension 1)."""
-        dims = [d for d in range(x.ndim) if d != 1]
-        shape = [1, -1] + [1] * (x.ndim - 2)
-        if self.kept:
-            assert self.running_mean is not None
-            assert self.running_var is not None
-            centred, variance = x - self.running_mean.view(shape), self.running_var.view(shape)
-        else:
-            mean = x.mean(dims, keepdim=True)
-            centred = x - mean
-            variance = (centred * centred).mean(dims, keepdim=True)
-            if self.keep_next:
-                self.running_mean, self.running_var = mean.flatten(), variance.flatten()
-                self.kept, self.keep_next = True, False
-        scaled = centred * torch.rsqrt(variance + self.eps)
-        if self.weight is None or self.bias is None:
-            return scaled
-        return scaled * self.weight.view(shape) + self.bias.view(shape)
-
-
-class SeededDropout(nn.Module):
-    """Dropout whose mask is a function of a seed and the position alone: the same on every device, replayed at will.
-
-    Args:
-        p: the probability of a zero.
-        channels: whether whole channels are zeroed (`nn.Dropout2d` and its kin).
-    """
-
-    seed: Tensor
-
-    def __init__(self, p: float, channels: bool) -> None:
-        super().__init__()
-        self.p = p
-        self.channels = channels
-        self.register_buffer("seed", torch.zeros((), dtype=torch.int64), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Zero elements, or channels, and scale the rest."""
-        if not self.training or self.p == 0:
-            return x
-        if self.p == 1:
-            return torch.zeros_like(x)
-        shape = x.shape[:2] + (1,) * (x.ndim - 2) if self.channels else x.shape
-        position = torch.arange(shape.numel(), device=x.device).view(shape)
-        bits = _hash(position + _hash(self.seed))
-        return x * (bits >= int(self.p * 2**32)) / (1 - self.p)
-
-
-def _hash(x: Tensor) -> Tensor:
-    """Mix integers into 32 uniform bits (an xor-multiply finaliser); products stay inside int64."""
-    x = x & 0xFFFFFFFF
-    for _ in range(2):
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
 class _Door:
     """Hooks around an adapted net: preprocess the inputs, and let a single row in and out."""
 
@@ -282,6 +204,8 @@ def _functional_copy(module: nn.Module) -> nn.Module:
             if part.track_running_stats:
                 tracked.append(name)
             replaced[part] = BatchNorm(part)
+        elif isinstance(part, nn.Conv2d) and Conv2d.replaces(part):
+            replaced[part] = Conv2d(part)
         elif isinstance(part, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
             replaced[part] = SeededDropout(part.p, isinstance(part, _CHANNEL_DROPOUT))
     for parent in [module, *module.modules()]:

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple, Self, TypedDict, overload
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from metaleader.buffer import Draw, TaskBuffer, Weights
+from metaleader.engine import Engine, Mode, Objective
 from metaleader.inner import Params, StepSize, adapt, moving_names, step_sizes
 from metaleader.losses import Loss
 from metaleader.network import Network, Statistics, scale_uint8
@@ -29,8 +31,8 @@ Schedule = float | Sequence[tuple[int, float]]
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 _OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "adam": torch.optim.Adam,
-    "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adam": functools.partial(torch.optim.Adam, fused=True),
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9, fused=True),
 }
 _FILE, _FILE_VERSION = "metaleader-learner", 1
 # The callables among the hyperparameters: they are not saved, and must be passed again to `load`.
@@ -50,6 +52,7 @@ class Common(TypedDict, total=False):
     preprocess: Callable[[Tree], Tree] | None
     seed: int
     device: str | torch.device
+    engine: Mode | Engine
 
 
 class Adaptation(NamedTuple):
@@ -76,6 +79,7 @@ class Learner(ABC):
         preprocess: applied to every x; by default scales uint8 to [0, 1].
         seed: of the initialisation and of all draws.
         device: where parameters and data live.
+        engine: how updates are run: "eager", "compiled", "captured", or an `Engine`.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Learner(ABC):
         preprocess: Callable[[Tree], Tree] | None = scale_uint8,
         seed: int = 0,
         device: str | torch.device = "cpu",
+        engine: Mode | Engine = "eager",
     ) -> None:
         for name, value, low in (
             ("meta_steps", meta_steps, 0),
@@ -131,6 +136,8 @@ class Learner(ABC):
         self.params: Params = self._network.params()
         self._optimizer = self._new_optimizer()
         self._buffer = TaskBuffer(self.device, weights)
+        self._engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
+        self._objective = Objective(self._network.loss_fn)
         self.step = 0
         self.round = -1
         self.task: str | None = None
@@ -140,10 +147,6 @@ class Learner(ABC):
     @abstractmethod
     def _draw(self, steps: Sequence[int]) -> Draw | None:
         """What the updates with these numbers draw from the buffer."""
-
-    @abstractmethod
-    def _gradient(self, support: Batch, query: Batch, noise: Tensor | None) -> tuple[Tensor, Params]:
-        """The loss of one update, and its gradient."""
 
     @abstractmethod
     def _adaptation(self) -> Adaptation | None:
@@ -188,37 +191,13 @@ class Learner(ABC):
                 self._buffer.rollback(mark)
                 raise
 
-    @torch.no_grad()
     def update(self, steps: int | None = None) -> None:
         """Run `meta_steps` updates, or the given number, on what was observed.
 
         Raises:
             ValueError: when a loss or gradient is not finite; the learner is then as before the call.
         """
-        numbers = range(self.step, self.step + self._num_updates(self.meta_steps if steps is None else steps))
-        draw = self._draw(numbers) if numbers else None
-        if draw is None:
-            return
-        before = self._training_state()
-        noises = self._noise(numbers, draw.query.shape[1])
-        watched = []
-        for i, number in enumerate(numbers):
-            support, query = self._buffer.gather(draw.at(i))
-            loss, gradient = self._gradient(support, query, None if noises is None else noises[i])
-            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradient.values()]))
-            self._descend(gradient, norm, number)
-            watched.append(torch.stack([loss, norm]))
-        self.step = numbers.stop
-        # The one point where the host waits for the device.
-        finite = torch.isfinite(torch.stack(watched)).all(1).cpu()
-        if not bool(finite.all()):
-            self._restore_training_state(before)
-            first = int((~finite).nonzero()[0])
-            raise ValueError(
-                f"the loss or its gradient is not finite at update {first + 1} of {len(numbers)}, round {self.round}"
-                f" (task {self.task!r}, {self.num_datapoints} datapoints): lower {self._what_to_lower()}, set clip, or"
-                " check the scale of the data; the learner is as before the call"
-            )
+        update_together([self], steps)
 
     @overload
     def adapt(self, steps: int | None = None, statistics: Statistics = "task") -> nn.Module: ...
@@ -345,6 +324,9 @@ class Learner(ABC):
     def _num_updates(self, meta_steps: int) -> int:
         return meta_steps
 
+    def _where(self) -> str:
+        return f"round {self.round} (task {self.task!r}, {self.num_datapoints} datapoints)"
+
     def _what_to_lower(self) -> str:
         procedure = self._adaptation()
         return f"meta_lr ({self._lr(self.step)})" + (f" or inner_lr ({procedure.lr})" if procedure else "")
@@ -368,8 +350,7 @@ class Learner(ABC):
     def _noise(self, numbers: Sequence[int], num_tasks: int) -> Tensor | None:
         if not self._network.has_dropout:
             return None
-        procedure = self._adaptation()
-        shape = (1 + (procedure.steps if procedure else 0), num_tasks)
+        shape = (self._objective.inner_steps + 1, num_tasks)
         drawn = [rng("dropout", self.seed, n).integers(2**31, size=shape) for n in numbers]
         return torch.from_numpy(np.stack(drawn)).to(self.device)
 
@@ -409,6 +390,63 @@ class Learner(ABC):
         for group, saved in zip(whole["param_groups"], state["optimizer"]["groups"], strict=True):
             group.update(saved)
         self._optimizer.load_state_dict(whole)
+
+
+@torch.no_grad()
+def update_together(learners: Sequence[Learner], steps: int | None = None) -> None:
+    """Run the updates of learners of one shape side by side, on the first one's engine.
+
+    Each learner has its own parameters, data, draws and optimiser; what it learns does not depend on the others.
+
+    Raises:
+        ValueError: when a loss or gradient is not finite; all learners are then as before the call.
+    """
+    lead = learners[0]
+    num = lead._num_updates(lead.meta_steps if steps is None else steps)
+    numbers = range(lead.step, lead.step + num)
+    if any(learner.step != lead.step or type(learner) is not type(lead) for learner in learners):
+        raise ValueError("learners side by side must be of one kind and have made the same number of updates")
+    draws = [learner._draw(numbers) if numbers else None for learner in learners]
+    if any(draw is None for draw in draws):
+        return
+    before = [learner._training_state() for learner in learners]
+    noises = [learner._noise(numbers, lead.tasks_per_step) for learner in learners]
+    watched = []
+    for i, number in enumerate(numbers):
+        batches = [
+            learner._buffer.gather(draw.at(i))
+            for learner, draw in zip(learners, draws, strict=True)
+            if draw is not None
+        ]
+        params = _stack([learner.params for learner in learners])
+        noise = None if noises[0] is None else torch.stack([noise[i] for noise in noises if noise is not None])
+        support, query = _stack([pair[0] for pair in batches]), _stack([pair[1] for pair in batches])
+        losses, gradients = lead._engine.gradient(lead._objective, params, support, query, noise)
+        norms = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(value.flatten(1), dim=1) for value in gradients.values()]), dim=0
+        )
+        for r, learner in enumerate(learners):
+            learner._descend({name: value[r] for name, value in gradients.items()}, norms[r], number)
+        watched.append(torch.stack([losses, norms]))
+    for learner in learners:
+        learner.step = numbers.stop
+    # The one point where the host waits for the device.
+    finite = torch.isfinite(torch.stack(watched)).all(1).cpu()
+    if bool(finite.all()):
+        return
+    for learner, state in zip(learners, before, strict=True):
+        learner._restore_training_state(state)
+    first, r = (int(value) for value in (~finite).nonzero()[0])
+    raise ValueError(
+        f"the loss or its gradient is not finite at update {first + 1} of {len(numbers)}, {learners[r]._where()}: lower"
+        f" {learners[r]._what_to_lower()}, set clip, or check the scale of the data; the learner is as before the call"
+    )
+
+
+def _stack(trees: list[Any]) -> Any:
+    if len(trees) == 1:
+        return tree_map(lambda leaf: leaf[None], trees[0])
+    return tree_map(lambda *leaves: torch.stack(leaves), *trees)
 
 
 def initial_module(model: Model, seed: int, t: int, fresh: bool = False) -> nn.Module:

@@ -9,26 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Unpack
 
-from torch import Tensor
-
 from metaleader.buffer import Draw
-from metaleader.inner import Params, StepSize
+from metaleader.inner import StepSize
 from metaleader.learners.base import Adaptation, Common, Learner, Model, check_integer, check_step_size
 from metaleader.losses import Loss
-from metaleader.metagrad import meta_gradient
-from metaleader.tasks import Batch
 
 
-class _Plain(Learner):
-    """A learner that trains on the plain loss."""
-
-    def _gradient(self, support: Batch, query: Batch, noise: Tensor | None) -> tuple[Tensor, Params]:
-        return meta_gradient(
-            self._network.loss_fn, self.params, query, query, inner_steps=0, noise=None if noise is None else noise[-1:]
-        )
-
-
-class TOE(_Plain):
+class TOE(Learner):
     """Train on everything: one model on all data so far, the current task's included, used as it is.
 
     Takes the arguments of `Learner`; `query` datapoints of each of `tasks_per_step` tasks make an update.
@@ -41,7 +28,7 @@ class TOE(_Plain):
         return None
 
 
-class FTL(_Plain):
+class FTL(Learner):
     """Follow the leader: one model on all data of the tasks before the current one, then fine-tuned on D_t.
 
     Args:
@@ -82,11 +69,11 @@ class FTL(_Plain):
         return Adaptation(self.inner_lr, self.inner_steps, self.only)
 
 
-class Scratch(_Plain):
+class Scratch(Learner):
     """From scratch: weights and optimiser are initialised anew at each task, then trained on D_t alone, used as it is.
 
-    Takes the arguments of `Learner`. An update's batch is as large as the other learners' (`tasks_per_step` times
-    `query`), or all of D_t where that is less; there are twice as many updates, as in the authors' code.
+    Takes the arguments of `Learner`. An update takes `tasks_per_step` batches of `query` datapoints, as the others do,
+    all from D_t; there are twice as many updates, as in the authors' code.
     """
 
     def _num_updates(self, meta_steps: int) -> int:
@@ -96,8 +83,7 @@ class Scratch(_Plain):
         self._reinitialise()
 
     def _draw(self, steps: Sequence[int]) -> Draw | None:
-        size = min(self.tasks_per_step * self.query, self.num_datapoints)
-        return self._buffer.draw(self.seed, steps, 1, 0, size, which="current")
+        return self._buffer.draw(self.seed, steps, self.tasks_per_step, 0, self.query, which="current")
 
     def _adaptation(self) -> None:
         return None

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Unpack
 
-from torch import Tensor
-
 from metaleader.buffer import Draw
-from metaleader.inner import Params, StepSize
+from metaleader.engine import Objective
+from metaleader.inner import StepSize
 from metaleader.learners.base import Adaptation, Common, Learner, Model, check_integer, check_step_size
 from metaleader.losses import Loss
-from metaleader.metagrad import meta_gradient
-from metaleader.tasks import Batch
 
 
 class FTML(Learner):
@@ -50,6 +47,7 @@ class FTML(Learner):
         check_step_size("inner_lr", inner_lr, self.params, only)
         self.inner_lr, self.inner_steps, self.only = inner_lr, inner_steps, only
         self.support, self.first_order, self.chunk = support, first_order, chunk
+        self._objective = Objective(self._network.loss_fn, inner_lr, inner_steps, first_order, chunk, only)
         self._hyperparameters |= {
             "inner_lr": {k: float(v) for k, v in inner_lr.items()}
             if isinstance(inner_lr, Mapping)
@@ -63,20 +61,6 @@ class FTML(Learner):
 
     def _draw(self, steps: Sequence[int]) -> Draw | None:
         return self._buffer.draw(self.seed, steps, self.tasks_per_step, self.support, self.query)
-
-    def _gradient(self, support: Batch, query: Batch, noise: Tensor | None) -> tuple[Tensor, Params]:
-        return meta_gradient(
-            self._network.loss_fn,
-            self.params,
-            support,
-            query,
-            self.inner_lr,
-            self.inner_steps,
-            self.first_order,
-            self.chunk,
-            only=self.only,
-            noise=noise,
-        )
 
     def _adaptation(self) -> Adaptation:
         return Adaptation(self.inner_lr, self.inner_steps, self.only)

@@ -1,0 +1,129 @@
+"""Layers that stand in for torch's when a module is made functional: same parameters, same names."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class BatchNorm(nn.Module):
+    """Batch norm by the statistics of the batch at hand, with the parameters and buffers of the layer it replaces.
+
+    After one call with `keep_next`, it uses the statistics of that call, for good. Statistics are biased, as in
+    `torch.nn.BatchNorm2d` in training; a batch of one value a channel gives the shift.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+
+    def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
+        super().__init__()
+        self.eps = layer.eps
+        self.register_parameter("weight", layer.weight)
+        self.register_parameter("bias", layer.bias)
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(layer, name), persistent=getattr(layer, name) is not None)
+        self.kept = False
+        self.keep_next = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise each channel (dimension 1)."""
+        dims = [d for d in range(x.ndim) if d != 1]
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        if self.kept:
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            centred, variance = x - self.running_mean.view(shape), self.running_var.view(shape)
+        else:
+            mean = x.mean(dims, keepdim=True)
+            centred = x - mean
+            variance = (centred * centred).mean(dims, keepdim=True)
+            if self.keep_next:
+                self.running_mean, self.running_var = mean.flatten(), variance.flatten()
+                self.kept, self.keep_next = True, False
+        scaled = centred * torch.rsqrt(variance + self.eps)
+        if self.weight is None or self.bias is None:
+            return scaled
+        return scaled * self.weight.view(shape) + self.bias.view(shape)
+
+
+class Conv2d(nn.Module):
+    """A convolution that compiles well with a weight of its own for every task: strided slices and one matmul.
+
+    torch's native kernels would see a grouped convolution, which is three times slower on a GPU; run eagerly, they are
+    the faster ones and are used.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layer: nn.Conv2d) -> None:
+        super().__init__()
+        assert not isinstance(layer.padding, str)
+        self.stride: tuple[int, ...] = layer.stride
+        self.padding: tuple[int, ...] = layer.padding
+        self.register_parameter("weight", layer.weight)  # pyright: ignore[reportArgumentType]
+        self.register_parameter("bias", layer.bias)  # pyright: ignore[reportArgumentType]
+
+    @staticmethod
+    def replaces(layer: nn.Conv2d) -> bool:
+        """Whether a layer is of the plain kind: one group, no dilation, zero padding given in numbers."""
+        plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
+        return plain and not isinstance(layer.padding, str)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve (N, C, H, W)."""
+        if not torch.compiler.is_compiling():
+            return F.conv2d(x, self.weight, self.bias, self.stride, self.padding)
+        (down, across), (pad_y, pad_x) = self.stride, self.padding
+        num, channels = x.shape[:2]
+        filters, _, high, wide = self.weight.shape
+        x = F.pad(x, (pad_x, pad_x, pad_y, pad_y))
+        height, width = (x.shape[2] - high) // down + 1, (x.shape[3] - wide) // across + 1
+        taps = [
+            x[:, :, i : i + down * (height - 1) + 1 : down, j : j + across * (width - 1) + 1 : across]
+            for i in range(high)
+            for j in range(wide)
+        ]
+        columns = torch.stack(taps, 2).permute(1, 2, 0, 3, 4).reshape(channels * high * wide, num * height * width)
+        out = (self.weight.reshape(filters, -1) @ columns).view(filters, num, height, width).transpose(0, 1)
+        return out if self.bias is None else out + self.bias.view(1, -1, 1, 1)
+
+
+class SeededDropout(nn.Module):
+    """Dropout whose mask is a function of a seed and the position alone: the same on every device, replayed at will.
+
+    Args:
+        p: the probability of a zero.
+        channels: whether whole channels are zeroed (`nn.Dropout2d` and its kin).
+    """
+
+    seed: Tensor
+
+    def __init__(self, p: float, channels: bool) -> None:
+        super().__init__()
+        self.p = p
+        self.channels = channels
+        self.register_buffer("seed", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zero elements, or channels, and scale the rest."""
+        if not self.training or self.p == 0:
+            return x
+        if self.p == 1:
+            return torch.zeros_like(x)
+        shape = x.shape[:2] + (1,) * (x.ndim - 2) if self.channels else x.shape
+        position = torch.arange(shape.numel(), device=x.device).view(shape)
+        bits = _hash(position + _hash(self.seed))
+        return x * (bits >= int(self.p * 2**32)) / (1 - self.p)
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Mix integers into 32 uniform bits (an xor-multiply finaliser); products stay inside int64."""
+    x = x & 0xFFFFFFFF
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
