@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-import torch._dynamo.config
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
@@ -270,6 +269,8 @@ def _compiling() -> Iterator[None]:
     Every learner and shape has its own compiled entry under one code object, so dynamo's limit of 8 is raised; Inductor
     advises TF32 when it is off, and it is off for the digits it costs.
     """
+    import torch._dynamo.config  # takes a second, and eager programs do without it
+
     limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024)
     with limits, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from metaleader.learners import update_together
 from metaleader.losses import Loss, takes_labels, unsmoothed
 from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
 
@@ -41,19 +42,7 @@ class Record:
     more: dict[str, float] = field(default_factory=dict)
 
 
-def play(
-    learner: Any,
-    stream: TaskStream | Sequence[Task],
-    reveal: int = 20,
-    *,
-    reveals: int | None = None,
-    gamma: float | None = None,
-    steps: Sequence[int] = (ADAPTATION_STEPS,),
-    measure_at: Collection[int] | None = None,
-    regret: bool = False,
-    loss: Loss | None = None,
-    start: int = 0,
-) -> Iterator[Record]:
+def play(learner: Any, stream: TaskStream | Sequence[Task], reveal: int = 20, **options: Any) -> Iterator[Record]:
     """Play a stream: reveal data, let the learner observe, adapt, measure on held-out data.
 
     The learner is handed training batches only. In the regret protocol w_t is fixed while round t is measured: the data
@@ -63,57 +52,102 @@ def play(
         learner: changed as it learns.
         stream: a sequence of tasks.
         reveal: datapoints revealed at a time.
+        options: those of `play_together`: `reveals`, `gamma`, `steps`, `measure_at`, `regret`, `loss`, `start`.
+
+    Yields:
+        A record for each measured reveal.
+    """
+    for (record,) in play_together([learner], [stream], reveal, **options):
+        yield record
+
+
+def play_together(
+    learners: Sequence[Any],
+    streams: Sequence[TaskStream | Sequence[Task]],
+    reveal: int = 20,
+    *,
+    reveals: int | None = None,
+    gamma: float | None = None,
+    steps: Sequence[int] = (ADAPTATION_STEPS,),
+    measure_at: Collection[int] | None = None,
+    regret: bool = False,
+    loss: Loss | None = None,
+    start: int = 0,
+) -> Iterator[list[Record]]:
+    """Play streams of one shape side by side, each with its own learner; several are updated as one program.
+
+    Args:
+        learners: of one kind and shape, each changed as it learns.
+        streams: one for each learner.
+        reveal: datapoints revealed at a time.
         reveals: how many reveals of a task are used; all if None.
         gamma: the threshold of proficiency: an accuracy to reach, or for regression a loss.
         steps: numbers of adaptation steps to measure; the first is the record's own, others go to `more`.
         measure_at: measure only at these sizes of D_t; at every reveal if None.
         regret: follow the regret protocol.
         loss: the loss to report; the learner's own without label smoothing if None.
-        start: the first round to play, for a learner that was restored.
+        start: the first round to play, for a learner that was restored or had earlier tasks preloaded.
 
     Yields:
-        A record for each measured reveal.
+        For each measured reveal, one record a learner.
     """
     if reveal < 1 or (reveals is not None and reveals < 1):
         raise ValueError(f"reveal and reveals must be at least 1, got {reveal} and {reveals}")
     if not steps:
         raise ValueError("steps must name at least one number of adaptation steps")
-    if len(stream) == 0:
+    if len({len(stream) for stream in streams}) != 1 or len(streams) != len(learners):
+        raise ValueError("there must be one stream a learner, all of the same length")
+    if len(streams[0]) == 0:
         raise ValueError("the stream has no tasks")
-    metric = loss or unsmoothed(learner.loss)
-    for t in range(start, len(stream)):
-        task = stream[t]
-        _check_task(task, t)
-        learner.begin(task.name)
-        needed = None
-        stop = num_rows(task.train) if reveals is None else min(num_rows(task.train), reveal * reveals)
-        updates_due = 0
+    metric = loss or unsmoothed(learners[0].loss)
+    for t in range(start, len(streams[0])):
+        tasks = [stream[t] for stream in streams]
+        _check_tasks(tasks, t)
+        for learner, task in zip(learners, tasks, strict=True):
+            _begin(learner, task)
+        needed: list[int | None] = [None] * len(tasks)
+        stop = min(num_rows(tasks[0].train), reveal * (reveals or num_rows(tasks[0].train)))
         for first in range(0, stop, reveal):
-            batch = rows(task.train, slice(first, min(first + reveal, stop)))
-            learner.observe(batch.x, batch.y, update=not regret)
-            updates_due += 1
             datapoints = min(first + reveal, stop)
+            _observe(learners, tasks, slice(first, datapoints), update=not regret)
             if measure_at is not None and datapoints not in measure_at:
                 continue
-            values = measure(learner, task.test, metric, steps)
-            met = gamma is not None and (
-                values["accuracy"] >= gamma if "accuracy" in values else values["loss"] <= gamma
-            )
-            if met and needed is None:
-                needed = datapoints
-            yield Record(
-                protocol="regret" if regret else "online",
-                round=t,
-                task=task.name,
-                datapoints=datapoints,
-                loss=values.pop("loss"),
-                accuracy=values.pop("accuracy", None),
-                needed=needed,
-                more=values,
-            )
-        if regret:
-            for _ in range(updates_due):
-                learner.update()
+            records = []
+            for r, (learner, task) in enumerate(zip(learners, tasks, strict=True)):
+                values = measure(learner, task.test, metric, steps)
+                if needed[r] is None and _meets(values, gamma):
+                    needed[r] = datapoints
+                if task.ids is not None and hasattr(learner, "num_new"):
+                    values["new_datapoints"] = learner.num_new
+                value, accuracy = values.pop("loss"), values.pop("accuracy", None)
+                protocol = "regret" if regret else "online"
+                records.append(Record(protocol, t, task.name, datapoints, value, accuracy, needed[r], values))
+            yield records
+        for _ in range(0, stop if regret else 0, reveal):
+            _update(learners)
+
+
+def preload(learner: Any, stream: TaskStream | Sequence[Task], tasks: int, datapoints: int | None = None) -> None:
+    """Warm start: keep the first tasks of a stream in the learner's memory, without updates; then play from there on.
+
+    The authors' warm starts: `preload(learner, stream, 20, 200)` and `play(..., start=20)` on Rainbow and pose, and
+    `preload(learner, stream, 16)`, the first 20 classes, with `start=16` on 5-way CIFAR-100.
+
+    Args:
+        learner: gets the data.
+        stream: a sequence of tasks.
+        tasks: how many.
+        datapoints: how many of each task; all if None.
+    """
+    if not 0 <= tasks <= len(stream) or (datapoints is not None and datapoints < 1):
+        raise ValueError(
+            f"cannot preload {tasks} tasks of {datapoints} datapoints from a stream of {len(stream)} tasks"
+        )
+    for t in range(tasks):
+        task = stream[t]
+        _check_tasks([task], t)
+        _begin(learner, task)
+        _observe([learner], [task], slice(0, datapoints), update=False)
 
 
 @torch.no_grad()
@@ -142,6 +176,43 @@ def _integers(y: Any) -> bool:
     return isinstance(y, Tensor) and not y.is_floating_point() and y.ndim == 1
 
 
-def _check_task(task: Any, t: int) -> None:
-    if not isinstance(task, Task):
-        raise ValueError(f"stream[{t}] is a {type(task).__name__}, not a Task(name, train, test)")
+def _begin(learner: Any, task: Task) -> None:
+    # A learner of the user's own need not know of classes and ids.
+    if task.classes is None:
+        learner.begin(task.name)
+    else:
+        learner.begin(task.name, classes=task.classes)
+
+
+def _observe(learners: Sequence[Any], tasks: Sequence[Task], part: slice, update: bool) -> None:
+    alone = len(learners) == 1
+    for learner, task in zip(learners, tasks, strict=True):
+        batch = rows(task.train, part)
+        ids = {} if task.ids is None else {"ids": task.ids[part]}
+        learner.observe(batch.x, batch.y, update=update and alone, **ids)
+    if update and not alone:
+        update_together(learners)
+
+
+def _update(learners: Sequence[Any]) -> None:
+    if len(learners) == 1:
+        learners[0].update()
+    else:
+        update_together(learners)
+
+
+def _meets(values: dict[str, float], gamma: float | None) -> bool:
+    if gamma is None:
+        return False
+    return values["accuracy"] >= gamma if "accuracy" in values else values["loss"] <= gamma
+
+
+def _check_tasks(tasks: Sequence[Any], t: int) -> None:
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise ValueError(f"stream[{t}] is a {type(task).__name__}, not a Task(name, train, test)")
+    sizes = {num_rows(task.train) for task in tasks}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"streams side by side must have tasks of equal size; round {t} has {sorted(sizes)} datapoints"
+        )

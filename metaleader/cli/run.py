@@ -1,0 +1,47 @@
+"""`metaleader run`: an experiment from stream to figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+
+def run(
+    preset: str = "sinusoid",
+    /,
+    methods: str = "ftml,ftml-last,ftl,toe,scratch",
+    seeds: int = 3,
+    schedule: Literal["standard", "quick"] = "standard",
+    tasks: int | None = None,
+    out: Path | None = None,
+    device: str = "auto",
+    engine: Literal["auto", "eager", "compiled", "captured"] = "auto",
+    data: Path | None = None,
+) -> int:
+    """Run an experiment: every method over the same streams, records and a figure into a folder.
+
+    Args:
+        preset: which experiment.
+        methods: which methods, separated by commas.
+        seeds: how many seeds, run side by side; each has its own initialisation, stream and draws.
+        schedule: how many updates a reveal; quick is for a first look.
+        tasks: stop after this many tasks.
+        out: the run folder; runs/PRESET if not given.
+        device: cpu, cuda, or auto for the GPU where there is one.
+        engine: how updates are run; auto compiles where the number of updates pays for it.
+        data: the folder with data sets, where the preset needs one.
+    """
+    from metaleader.experiment import Experiment, run_experiment
+
+    experiment = Experiment(
+        preset=preset,
+        methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
+        seeds=seeds,
+        schedule=schedule,
+        tasks=tasks,
+        device=device,
+        engine=engine,
+        data=None if data is None else str(data),
+    )
+    run_experiment(experiment, out or Path("runs") / preset)
+    return 0
