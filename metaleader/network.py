@@ -70,13 +70,16 @@ class Network:
         return _mean(self.loss(self.predict(params, batch.x, noise), batch.y), num_rows(batch.y))
 
     @torch.no_grad()
-    def adapted(self, params: Params, data: Batch | None, statistics: Statistics = "task") -> nn.Module:
+    def adapted(
+        self, params: Params, data: Batch | None, statistics: Statistics = "task", *, like: Batch | None = None
+    ) -> nn.Module:
         """A module with these parameters, ready for use: dropout off, inputs preprocessed, one row or many.
 
         Args:
             params: copied into the module; its `state_dict` loads into the module the network was made from.
             data: the task's datapoints, whose statistics batch norm takes with `statistics="task"`.
             statistics: "task", or "batch" for the statistics of the rows that the net is called on, as in the paper.
+            like: datapoints of an earlier task, which show a single row where there is no `data` yet.
         """
         if statistics not in ("task", "batch"):
             raise ValueError(f"statistics must be 'task' or 'batch', got {statistics!r}")
@@ -89,10 +92,10 @@ class Network:
             for norm in norms:
                 norm.keep_next = True
             net(self.preprocess(data.x))
-        if data is not None:
-            door = _Door(self.preprocess, [leaf.ndim - 1 for leaf in tree_leaves(data.x)])
-            net.register_forward_pre_hook(door.enter)
-            net.register_forward_hook(door.leave)
+        shown = data or like
+        door = _Door(self.preprocess, [leaf.ndim - 1 for leaf in tree_leaves(shown.x)] if shown else None)
+        net.register_forward_pre_hook(door.enter)
+        net.register_forward_hook(door.leave)
         return net
 
     @torch.no_grad()
@@ -242,7 +245,7 @@ def _hash(x: Tensor) -> Tensor:
 class _Door:
     """Hooks around an adapted net: preprocess the inputs, and let a single row in and out."""
 
-    def __init__(self, preprocess: Callable[[Tree], Tree], row_dims: list[int]) -> None:
+    def __init__(self, preprocess: Callable[[Tree], Tree], row_dims: list[int] | None) -> None:
         self.preprocess = preprocess
         self.row_dims = row_dims
         self.single = False

@@ -255,7 +255,7 @@ class Learner(ABC):
                     self._network.loss_fn, params, data, procedure.lr, number - done, only=procedure.only, noise=noise
                 )
                 done = number
-            nets[number] = self._network.adapted(params, data, statistics)
+            nets[number] = self._network.adapted(params, data, statistics, like=self._buffer.store.data)
         chosen = [nets[number] for number in wanted]
         return chosen if several else chosen[0]
 
