@@ -200,6 +200,13 @@ class Learner(ABC):
         if draw is None:
             return
         before = self._training_state()
+        try:
+            self._run_updates(numbers, draw)
+        except BaseException:
+            self._restore_training_state(before)
+            raise
+
+    def _run_updates(self, numbers: range, draw: Draw) -> None:
         noises = self._noise(numbers, draw.query.shape[1])
         watched = []
         for i, number in enumerate(numbers):
@@ -212,7 +219,6 @@ class Learner(ABC):
         # The one point where the host waits for the device.
         finite = torch.isfinite(torch.stack(watched)).all(1).cpu()
         if not bool(finite.all()):
-            self._restore_training_state(before)
             first = int((~finite).nonzero()[0])
             raise ValueError(
                 f"the loss or its gradient is not finite at update {first + 1} of {len(numbers)}, round {self.round}"
