@@ -288,7 +288,19 @@ class Learner(ABC):
         return state | self._training_state() | {"buffer": self._buffer.state_dict(data)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state: bit for bit as the learner it was taken from."""
+        """Continue from a state: bit for bit as the learner it was taken from.
+
+        Raises:
+            ValueError: when it is not the state of such a learner; the learner is then as before the call.
+        """
+        before = self.state_dict()
+        try:
+            self._load_state(state)
+        except BaseException:
+            self._load_state(before)
+            raise
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
         try:
             params = state["params"]
             found = {name: tuple(value.shape) for name, value in params.items()}
