@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Unpack
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from metaleader.buffer import Draw
 from metaleader.inner import Params, StepSize
-from metaleader.learners.base import Adaptation, Common, Learner, Model, check_integer, check_step_size
+from metaleader.learners.base import Adaptation, Common, Learner, Model, check_integer, check_step_size, initial_module
 from metaleader.losses import Loss
 from metaleader.metagrad import meta_gradient
 from metaleader.tasks import Batch
@@ -88,6 +88,11 @@ class Scratch(_Plain):
     Takes the arguments of `Learner`. An update's batch is as large as the other learners' (`tasks_per_step` times
     `query`), or all of D_t where that is less; there are twice as many updates, as in the authors' code.
     """
+
+    def __init__(self, model: Model, loss: Loss, **common: Unpack[Common]) -> None:
+        super().__init__(model, loss, **common)
+        if isinstance(model, nn.Module):
+            initial_module(model, self.seed, 0, fresh=True)  # a module that cannot be initialised anew is refused now
 
     def _num_updates(self, meta_steps: int) -> int:
         return 2 * meta_steps
