@@ -50,6 +50,7 @@ class Network:
         self.has_dropout = bool(self._dropouts)
         self.has_batch_norm = any(isinstance(part, BatchNorm) for part in self.module.modules())
         self.outputs: int | None = None
+        self._tried: str | None = None
 
     def params(self) -> Params:
         """A copy of the module's own parameters, by name."""
@@ -102,8 +103,8 @@ class Network:
     def check(self, params: Params, batch: Batch, where: str) -> None:
         """Refuse datapoints that the module or the loss cannot take, before anything is kept.
 
-        The first call also tries the second-order computation on two rows, which finds modules that cannot be made
-        functional.
+        Rows of a new shape are tried on two of them, the second-order computation too, which finds modules that cannot
+        be made functional.
         """
         for leaf in tree_leaves(batch.x):
             dtype = next(iter(params.values())).dtype
@@ -111,7 +112,7 @@ class Network:
                 raise ValueError(
                     f"{where}: x is {leaf.dtype}, the model's parameters are {dtype}; convert with x.to({dtype})"
                 )
-        if self.outputs is None:
+        if row_signature(batch) != self._tried:
             self._try(params, rows(batch, slice(0, 2)), where)
         if takes_labels(self.loss):
             low, high = int(batch.y.min()), int(batch.y.max())
@@ -141,6 +142,7 @@ class Network:
             ) from error
         self._try_functional(params, Batch(batch.x, _safe_labels(batch.y, self.loss)))
         self.outputs = prediction.shape[-1] if prediction.ndim > 1 else 1
+        self._tried = row_signature(batch)
 
     def _try_functional(self, params: Params, batch: Batch) -> None:
         noise = torch.zeros((), dtype=torch.int64, device=num_device(batch)) if self._dropouts else None
