@@ -83,7 +83,7 @@ def same_seed_same_results(make_learner: MakeLearner, stream: Stream) -> None:
         for number in (1, 2):
             torch.manual_seed(number)
             states.append(_snapshot(_fed(make_learner(), _events(stream))))
-    _require_equal(*states, "two learners from one make_learner differ after the same data")
+    _require_equal(states[0], states[1], "two learners from one make_learner differ after the same data")
 
 
 def asking_changes_nothing(make_learner: MakeLearner, stream: Stream) -> None:
@@ -186,7 +186,9 @@ def held_out_data_is_untouched(make_learner: MakeLearner, stream: Stream) -> Non
         losses.append([record.loss for record in play(learner, played, _REVEAL, reveals=_REVEALS)])
         states.append(_snapshot(learner))
     _require(losses[0] != losses[1], "the measured losses do not depend on the test data")
-    _require_equal(*states, "the learner differs when the test data does: it has learned from held-out data")
+    _require_equal(
+        states[0], states[1], "the learner differs when the test data does: it has learned from held-out data"
+    )
 
 
 LEARNER_CHECKS: tuple[Callable[[MakeLearner, Stream], None], ...] = (
