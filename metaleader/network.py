@@ -114,7 +114,9 @@ class Network:
                 )
         if row_signature(batch) != self._tried:
             self._try(params, rows(batch, slice(0, 2)), where)
-        if takes_labels(self.loss):
+        if not takes_labels(self.loss):
+            self._try_loss(params, batch, where)
+        else:
             low, high = int(batch.y.min()), int(batch.y.max())
             assert self.outputs is not None
             if low < 0 or high >= self.outputs:
@@ -124,25 +126,33 @@ class Network:
                 )
 
     def _try(self, params: Params, batch: Batch, where: str) -> None:
+        batch = Batch(batch.x, _safe_labels(batch.y, self.loss))
+        prediction = self._try_loss(params, batch, where)
+        self._try_functional(params, batch)
+        self.outputs = prediction.shape[-1] if prediction.ndim > 1 else 1
+        self._tried = row_signature(batch)
+
+    def _try_loss(self, params: Params, batch: Batch, where: str) -> Tensor:
         try:
             prediction = self.predict(params, batch.x)
         except Exception as error:
-            raise ValueError(f"{where}: the model fails on x with rows of {row_signature(batch.x)}: {error}") from error
+            raise ValueError(
+                f"{where}: the model fails on x with rows of {row_signature(batch.x)}: {_first_line(error)}; pass x of"
+                " the shape and dtype that the model takes"
+            ) from error
         if not isinstance(prediction, Tensor) or prediction.shape[:1] != (num_rows(batch.y),):
             got = tuple(prediction.shape) if isinstance(prediction, Tensor) else type(prediction).__name__
             raise ValueError(f"{where}: the model must return a tensor with one row a datapoint, got {got}")
         try:
-            _mean(self.loss(prediction, _safe_labels(batch.y, self.loss)), num_rows(batch.y))
+            _mean(self.loss(prediction, batch.y), num_rows(batch.y))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         except Exception as error:
             raise ValueError(
                 f"{where}: the loss fails on prediction {tuple(prediction.shape)} {prediction.dtype} and target"
-                f" {row_signature(batch.y)}: {error}"
+                f" {row_signature(batch.y)}: {_first_line(error)}; pass y as the loss takes it"
             ) from error
-        self._try_functional(params, Batch(batch.x, _safe_labels(batch.y, self.loss)))
-        self.outputs = prediction.shape[-1] if prediction.ndim > 1 else 1
-        self._tried = row_signature(batch)
+        return prediction
 
     def _try_functional(self, params: Params, batch: Batch) -> None:
         noise = torch.zeros((), dtype=torch.int64, device=num_device(batch)) if self._dropouts else None
