@@ -342,20 +342,27 @@ class Learner(ABC):
             ValueError: for a truncated file, another learner or another model.
         """
         tree = load_tree(path, _FILE, _FILE_VERSION)
-        if tree["learner"] != cls.__name__:
-            raise ValueError(
-                f"{path} holds a {tree['learner']}, not a {cls.__name__}; load it with {tree['learner']}.load"
+        try:
+            kind, hyperparameters, given, state = (
+                tree[key] for key in ("learner", "hyperparameters", "callables", "state")
             )
-        missing = [name for name in tree["callables"] if name not in callables]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
+        if kind != cls.__name__:
+            raise ValueError(f"{path} holds a {kind}, not a {cls.__name__}; load it with {kind}.load")
+        missing = [name for name in given if name not in callables]
         if missing:
             raise ValueError(
                 f"{path} was saved with functions of your own; pass {', '.join(f'{m}=...' for m in missing)}"
             )
-        unknown = set(callables) - set(tree["callables"]) - {"device"}
+        unknown = set(callables) - set(given) - {"device"}
         if unknown:
             raise ValueError(f"{sorted(unknown)} come from the file; change them on the learner, or build a new one")
-        learner = cls(model, loss, **tree["hyperparameters"], **callables)
-        learner.load_state_dict(tree["state"])
+        try:
+            learner = cls(model, loss, **hyperparameters, **callables)
+        except TypeError as error:
+            raise ValueError(f"{path} does not give a {cls.__name__} ({error}); use an intact copy") from error
+        learner.load_state_dict(state)
         return learner
 
     # Inside.
