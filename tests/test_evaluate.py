@@ -178,16 +178,14 @@ def test_the_threshold_of_a_regression_is_a_loss() -> None:
 
 def test_the_threshold_of_a_classification_is_an_accuracy() -> None:
     stream = labelled(train=6)
-    learner = ml.Scratch(
-        lambda: ml.models.mlp(4, 3, (16,)), ml.losses.cross_entropy, **SMALL | {"meta_steps": 40}, meta_lr=0.03
-    )
-    accuracies = [record.accuracy for record in ml.play(learner, stream, reveal=2)]
-    gamma = sorted(a for a in accuracies if a is not None)[-2]
-    learner = ml.Scratch(
-        lambda: ml.models.mlp(4, 3, (16,)), ml.losses.cross_entropy, **SMALL | {"meta_steps": 40}, meta_lr=0.03
-    )
+
+    def scratch() -> ml.Learner:
+        return ml.Scratch(lambda: ml.models.mlp(4, 3, (16,)), ml.losses.cross_entropy, meta_lr=0.03, **SMALL)
+
+    accuracies = [record.accuracy for record in ml.play(scratch(), stream, reveal=2)]
+    gamma = sorted(accuracy for accuracy in accuracies if accuracy is not None)[-2]
     needed: dict[int, int] = {}
-    for record in ml.play(learner, stream, reveal=2, gamma=gamma):
+    for record in ml.play(scratch(), stream, reveal=2, gamma=gamma):
         assert record.accuracy is not None
         if record.accuracy >= gamma:
             needed.setdefault(record.round, record.datapoints)

@@ -169,7 +169,7 @@ def test_equals_the_slow_loop(name: str) -> None:
     compare(TABLE[name], lambda p: torch.optim.Adam(p, lr=0.01), meta_lr=0.01)
 
 
-@pytest.mark.parametrize("name", ["ftml", "toe", "scratch"])
+@pytest.mark.parametrize("name", ["ftml", "toe", "ftl"])
 def test_momentum_with_a_step_schedule(name: str) -> None:
     schedule = [(0, 0.01), (5, 0.001)]
     compare(
@@ -334,6 +334,14 @@ def test_update_takes_a_number_of_steps() -> None:
     before = _snapshot(one)
     one.update(0)
     assert not _differences(before, one.state_dict())
+
+
+def test_update_without_data_does_nothing() -> None:
+    for name, row in TABLE.items():
+        learner = row.make(builder, ml.losses.squared_error, **SIZES)
+        before = _snapshot(learner)
+        learner.update()
+        assert not _differences(before, learner.state_dict()), name
 
 
 def test_no_meta_steps_learns_nothing() -> None:
@@ -592,6 +600,31 @@ def test_a_state_that_is_not_whole_is_refused_before_anything_changes() -> None:
         assert not _differences(before, learner.state_dict()), key
     learner.load_state_dict(state)
     assert not _differences(state, learner.state_dict())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_state_without_its_data_continues_where_the_data_was_observed_again(name: str) -> None:
+    *before, last = [(t, batch) for t, reveals in enumerate(tasks(2)) for batch in reveals]
+
+    def observe(learner: ml.Learner, update: bool) -> None:
+        for t, batch in before:
+            if learner.round < t:
+                learner.begin(f"{t}")
+            learner.observe(*batch, update=update)
+
+    learner, other = (TABLE[name].make(builder, ml.losses.squared_error, **SIZES) for _ in range(2))
+    observe(learner, update=True)
+    state = learner.state_dict(data=False)
+    assert "data" not in state["buffer"]
+    untouched = _snapshot(other)
+    with pytest.raises(ValueError, match=r"17 datapoints, and 0 are here; observe the same data"):
+        other.load_state_dict(state)
+    assert not _differences(untouched, other.state_dict())
+    observe(other, update=False)
+    other.load_state_dict(state)
+    for one in (learner, other):
+        one.observe(*last[1])
+    assert not _differences(learner.state_dict(), other.state_dict())
 
 
 # The contract, as the documentation shows it.
