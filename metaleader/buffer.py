@@ -149,6 +149,8 @@ class TaskBuffer:
         """Forget what was appended after a mark."""
         self.store.length, num_tasks, self._open = mark
         del self.names[num_tasks:], self.starts[num_tasks:]
+        if self.store.length == 0:
+            self.store.data = None
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:
         """Everything kept; with `data=False` only the bookkeeping, for a checkpoint whose stream rebuilds the data."""

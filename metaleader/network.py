@@ -51,6 +51,7 @@ class Network:
         self.has_dropout = bool(self._dropouts)
         self.has_batch_norm = any(isinstance(part, BatchNorm) for part in self.module.modules())
         self.outputs: int | None = None
+        self._tried: str | None = None
 
     def params(self) -> Params:
         """A copy of the module's own parameters, by name."""
@@ -71,13 +72,16 @@ class Network:
         return _mean(self.loss(self.predict(params, batch.x, noise), batch.y), num_rows(batch.y))
 
     @torch.no_grad()
-    def adapted(self, params: Params, data: Batch | None, statistics: Statistics = "task") -> nn.Module:
+    def adapted(
+        self, params: Params, data: Batch | None, statistics: Statistics = "task", *, like: Batch | None = None
+    ) -> nn.Module:
         """A module with these parameters, ready for use: dropout off, inputs preprocessed, one row or many.
 
         Args:
             params: copied into the module; its `state_dict` loads into the module the network was made from.
             data: the task's datapoints, whose statistics batch norm takes with `statistics="task"`.
             statistics: "task", or "batch" for the statistics of the rows that the net is called on, as in the paper.
+            like: datapoints of an earlier task, which show a single row where there is no `data` yet.
         """
         if statistics not in ("task", "batch"):
             raise ValueError(f"statistics must be 'task' or 'batch', got {statistics!r}")
@@ -90,18 +94,18 @@ class Network:
             for norm in norms:
                 norm.keep_next = True
             net(self.preprocess(data.x))
-        if data is not None:
-            door = _Door(self.preprocess, [leaf.ndim - 1 for leaf in tree_leaves(data.x)])
-            net.register_forward_pre_hook(door.enter)
-            net.register_forward_hook(door.leave)
+        shown = data or like
+        door = _Door(self.preprocess, [leaf.ndim - 1 for leaf in tree_leaves(shown.x)] if shown else None)
+        net.register_forward_pre_hook(door.enter)
+        net.register_forward_hook(door.leave)
         return net
 
     @torch.no_grad()
     def check(self, params: Params, batch: Batch, where: str) -> None:
         """Refuse datapoints that the module or the loss cannot take, before anything is kept.
 
-        The first call also tries the second-order computation on two rows, which finds modules that cannot be made
-        functional.
+        Rows of a new shape are tried on two of them, the second-order computation too, which finds modules that cannot
+        be made functional.
         """
         for leaf in tree_leaves(batch.x):
             dtype = next(iter(params.values())).dtype
@@ -109,9 +113,11 @@ class Network:
                 raise ValueError(
                     f"{where}: x is {leaf.dtype}, the model's parameters are {dtype}; convert with x.to({dtype})"
                 )
-        if self.outputs is None:
+        if row_signature(batch) != self._tried:
             self._try(params, rows(batch, slice(0, 2)), where)
-        if takes_labels(self.loss):
+        if not takes_labels(self.loss):
+            self._try_loss(params, batch, where)
+        else:
             low, high = int(batch.y.min()), int(batch.y.max())
             assert self.outputs is not None
             if low < 0 or high >= self.outputs:
@@ -121,24 +127,33 @@ class Network:
                 )
 
     def _try(self, params: Params, batch: Batch, where: str) -> None:
+        batch = Batch(batch.x, _safe_labels(batch.y, self.loss))
+        prediction = self._try_loss(params, batch, where)
+        self._try_functional(params, batch)
+        self.outputs = prediction.shape[-1] if prediction.ndim > 1 else 1
+        self._tried = row_signature(batch)
+
+    def _try_loss(self, params: Params, batch: Batch, where: str) -> Tensor:
         try:
             prediction = self.predict(params, batch.x)
         except Exception as error:
-            raise ValueError(f"{where}: the model fails on x with rows of {row_signature(batch.x)}: {error}") from error
+            raise ValueError(
+                f"{where}: the model fails on x with rows of {row_signature(batch.x)}: {_first_line(error)}; pass x of"
+                " the shape and dtype that the model takes"
+            ) from error
         if not isinstance(prediction, Tensor) or prediction.shape[:1] != (num_rows(batch.y),):
             got = tuple(prediction.shape) if isinstance(prediction, Tensor) else type(prediction).__name__
             raise ValueError(f"{where}: the model must return a tensor with one row a datapoint, got {got}")
         try:
-            _mean(self.loss(prediction, _safe_labels(batch.y, self.loss)), num_rows(batch.y))
+            _mean(self.loss(prediction, batch.y), num_rows(batch.y))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         except Exception as error:
             raise ValueError(
                 f"{where}: the loss fails on prediction {tuple(prediction.shape)} {prediction.dtype} and target"
-                f" {row_signature(batch.y)}: {error}"
+                f" {row_signature(batch.y)}: {_first_line(error)}; pass y as the loss takes it"
             ) from error
-        self._try_functional(params, Batch(batch.x, _safe_labels(batch.y, self.loss)))
-        self.outputs = prediction.shape[-1] if prediction.ndim > 1 else 1
+        return prediction
 
     def _try_functional(self, params: Params, batch: Batch) -> None:
         noise = torch.zeros((), dtype=torch.int64, device=num_device(batch)) if self._dropouts else None
@@ -164,7 +179,7 @@ class Network:
 class _Door:
     """Hooks around an adapted net: preprocess the inputs, and let a single row in and out."""
 
-    def __init__(self, preprocess: Callable[[Tree], Tree], row_dims: list[int]) -> None:
+    def __init__(self, preprocess: Callable[[Tree], Tree], row_dims: list[int] | None) -> None:
         self.preprocess = preprocess
         self.row_dims = row_dims
         self.single = False

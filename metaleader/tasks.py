@@ -132,7 +132,7 @@ def row_signature(tree: Tree) -> str:
 def _as_tensors(tree: Tree, where: str) -> Tree:
     leaves = tree_leaves(tree)
     if not leaves:
-        raise ValueError(f"{where} holds no tensor")
+        raise ValueError(f"{where} holds no tensor; pass tensors or arrays")
     return tree_map(_tensor_maker(where), tree)
 
 
@@ -146,6 +146,10 @@ def _tensor_maker(where: str) -> Callable[[Any], Tensor]:
             raise ValueError(f"{where} is a single value; the first dimension must be the datapoints")
         if tensor.is_complex():
             raise ValueError(f"{where} is complex ({tensor.dtype}); pass real numbers")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise ValueError(
+                f"{where} is {tensor.layout} on {tensor.device}; pass dense tensors that hold their values"
+            )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             raise ValueError(f"{where} holds {bad} NaN or infinite values; clean or drop these datapoints")

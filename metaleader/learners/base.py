@@ -234,7 +234,7 @@ class Learner(ABC):
                     self._network.loss_fn, params, data, procedure.lr, number - done, only=procedure.only, noise=noise
                 )
                 done = number
-            nets[number] = self._network.adapted(params, data, statistics)
+            nets[number] = self._network.adapted(params, data, statistics, like=self._buffer.store.data)
         chosen = [nets[number] for number in wanted]
         return chosen if several else chosen[0]
 
@@ -261,7 +261,19 @@ class Learner(ABC):
         return state | self._training_state() | {"buffer": self._buffer.state_dict(data)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state: bit for bit as the learner it was taken from."""
+        """Continue from a state: bit for bit as the learner it was taken from.
+
+        Raises:
+            ValueError: when it is not the state of such a learner; the learner is then as before the call.
+        """
+        before = self.state_dict()
+        try:
+            self._load_state(state)
+        except BaseException:
+            self._load_state(before)
+            raise
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
         try:
             params = state["params"]
             found = {name: tuple(value.shape) for name, value in params.items()}
@@ -303,20 +315,27 @@ class Learner(ABC):
             ValueError: for a truncated file, another learner or another model.
         """
         tree = load_tree(path, _FILE, _FILE_VERSION)
-        if tree["learner"] != cls.__name__:
-            raise ValueError(
-                f"{path} holds a {tree['learner']}, not a {cls.__name__}; load it with {tree['learner']}.load"
+        try:
+            kind, hyperparameters, given, state = (
+                tree[key] for key in ("learner", "hyperparameters", "callables", "state")
             )
-        missing = [name for name in tree["callables"] if name not in callables]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
+        if kind != cls.__name__:
+            raise ValueError(f"{path} holds a {kind}, not a {cls.__name__}; load it with {kind}.load")
+        missing = [name for name in given if name not in callables]
         if missing:
             raise ValueError(
                 f"{path} was saved with functions of your own; pass {', '.join(f'{m}=...' for m in missing)}"
             )
-        unknown = set(callables) - set(tree["callables"]) - {"device"}
+        unknown = set(callables) - set(given) - {"device"}
         if unknown:
             raise ValueError(f"{sorted(unknown)} come from the file; change them on the learner, or build a new one")
-        learner = cls(model, loss, **tree["hyperparameters"], **callables)
-        learner.load_state_dict(tree["state"])
+        try:
+            learner = cls(model, loss, **hyperparameters, **callables)
+        except TypeError as error:
+            raise ValueError(f"{path} does not give a {cls.__name__} ({error}); use an intact copy") from error
+        learner.load_state_dict(state)
         return learner
 
     # Inside.
@@ -410,14 +429,20 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
     if any(draw is None for draw in draws):
         return
     before = [learner._training_state() for learner in learners]
+    try:
+        _run_updates(learners, numbers, [draw for draw in draws if draw is not None])
+    except BaseException:
+        for learner, state in zip(learners, before, strict=True):
+            learner._restore_training_state(state)
+        raise
+
+
+def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Draw]) -> None:
+    lead = learners[0]
     noises = [learner._noise(numbers, lead.tasks_per_step) for learner in learners]
     watched = []
     for i, number in enumerate(numbers):
-        batches = [
-            learner._buffer.gather(draw.at(i))
-            for learner, draw in zip(learners, draws, strict=True)
-            if draw is not None
-        ]
+        batches = [learner._buffer.gather(draw.at(i)) for learner, draw in zip(learners, draws, strict=True)]
         params = _stack([learner.params for learner in learners])
         noise = None if noises[0] is None else torch.stack([noise[i] for noise in noises if noise is not None])
         support, query = _stack([pair[0] for pair in batches]), _stack([pair[1] for pair in batches])
@@ -432,15 +457,13 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
         learner.step = numbers.stop
     # The one point where the host waits for the device.
     finite = torch.isfinite(torch.stack(watched)).all(1).cpu()
-    if bool(finite.all()):
-        return
-    for learner, state in zip(learners, before, strict=True):
-        learner._restore_training_state(state)
-    first, r = (int(value) for value in (~finite).nonzero()[0])
-    raise ValueError(
-        f"the loss or its gradient is not finite at update {first + 1} of {len(numbers)}, {learners[r]._where()}: lower"
-        f" {learners[r]._what_to_lower()}, set clip, or check the scale of the data; the learner is as before the call"
-    )
+    if not bool(finite.all()):
+        first, r = (int(value) for value in (~finite).nonzero()[0])
+        raise ValueError(
+            f"the loss or its gradient is not finite at update {first + 1} of {len(numbers)}, {learners[r]._where()}:"
+            f" lower {learners[r]._what_to_lower()}, set clip, or check the scale of the data; the learner is as before"
+            " the call"
+        )
 
 
 def _stack(trees: list[Any]) -> Any:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Unpack
 
+from torch import nn
+
 from metaleader.buffer import Draw
 from metaleader.inner import StepSize
-from metaleader.learners.base import Adaptation, Common, Learner, Model, check_integer, check_step_size
+from metaleader.learners.base import Adaptation, Common, Learner, Model, check_integer, check_step_size, initial_module
 from metaleader.losses import Loss
 
 
@@ -75,6 +77,11 @@ class Scratch(Learner):
     Takes the arguments of `Learner`. An update takes `tasks_per_step` batches of `query` datapoints, as the others do,
     all from D_t; there are twice as many updates, as in the authors' code.
     """
+
+    def __init__(self, model: Model, loss: Loss, **common: Unpack[Common]) -> None:
+        super().__init__(model, loss, **common)
+        if isinstance(model, nn.Module):
+            initial_module(model, self.seed, 0, fresh=True)  # a module that cannot be initialised anew is refused now
 
     def _num_updates(self, meta_steps: int) -> int:
         return 2 * meta_steps

@@ -44,6 +44,8 @@ class FTML(Learner):
         super().__init__(model, loss, **common)
         check_integer("inner_steps", inner_steps, 0)
         check_integer("support", support, 1)
+        if chunk is not None:
+            check_integer("chunk", chunk, 1)
         check_step_size("inner_lr", inner_lr, self.params, only)
         self.inner_lr, self.inner_steps, self.only = inner_lr, inner_steps, only
         self.support, self.first_order, self.chunk = support, first_order, chunk

@@ -1,0 +1,312 @@
+"""The play against Algorithm 1 written out, the regret protocol, and what a record says."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import metaleader as ml
+from metaleader.checks import _differences, _garbage, _snapshot
+from metaleader.tasks import rng, rows
+
+SMALL: Any = {"meta_steps": 1, "tasks_per_step": 2, "query": 2, "seed": 3}
+STREAM = ml.streams.SinusoidStream(tasks=3, train=7, test=5, seed=1)
+
+
+def ftml(**options: Any) -> ml.FTML:
+    return ml.FTML(
+        lambda: ml.models.mlp(1, 1, (6,)), ml.losses.squared_error, support=2, inner_lr=0.02, **SMALL, **options
+    )
+
+
+def labelled(num_tasks: int = 2, train: int = 6, test: int = 8) -> list[ml.Task]:
+    """Three classes of points; each task has another rotation of the labels."""
+    found = []
+    for t in range(num_tasks):
+        draw = rng("test evaluate", t)
+        y = torch.from_numpy(draw.integers(3, size=train + test))
+        x = torch.from_numpy(draw.standard_normal((train + test, 4))).float() + 2 * y[:, None]
+        batch = ml.Batch(x, (y + t) % 3)
+        found.append(ml.Task(f"task {t}", rows(batch, slice(0, train)), rows(batch, slice(train, None))))
+    return found
+
+
+class Constant(nn.Module):
+    """Predicts one number for every row."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full((len(x), 1), self.value)
+
+
+class Spy:
+    """Writes down what it is told; its predictions are the number of datapoints times the number of steps."""
+
+    loss = staticmethod(ml.losses.squared_error)
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.seen = 0
+
+    def begin(self, name: str) -> None:
+        self.told.append(("begin", name))
+        self.seen = 0
+
+    def observe(self, x: Tensor, y: Tensor, *, update: bool = True) -> None:
+        self.told.append(("observe", x.flatten().tolist(), y.flatten().tolist(), update))
+        self.seen += len(x)
+
+    def update(self) -> None:
+        self.told.append(("update",))
+
+    def adapt(self, steps: Any = None, statistics: str = "task") -> Any:
+        self.told.append(("adapt", list(steps), statistics))
+        return [Constant(float(self.seen * number)) for number in steps]
+
+
+def line(name: str, num: int) -> ml.Task:
+    """x = 0, 1, 2, ... and y = 0."""
+    x = torch.arange(float(num))[:, None]
+    return ml.Task(name, ml.Batch(x, 0 * x), ml.Batch(x[:2] + 0.5, 0 * x[:2]))
+
+
+def test_algorithm_1() -> None:
+    spy = Spy()
+    records = list(ml.play(spy, [line("a", 5), line("b", 2)], reveal=2))
+    adapt = ("adapt", [5], "batch")
+    assert spy.told == [
+        ("begin", "a"),
+        ("observe", [0, 1], [0, 0], True),
+        adapt,
+        ("observe", [2, 3], [0, 0], True),
+        adapt,
+        ("observe", [4], [0], True),  # the last reveal is short
+        adapt,
+        ("begin", "b"),
+        ("observe", [0, 1], [0, 0], True),
+        adapt,
+    ]
+    # A prediction of 5 times the datapoints, for a target of 0.
+    expected = [(0, "a", 2, 100.0), (0, "a", 4, 400.0), (0, "a", 5, 625.0), (1, "b", 2, 100.0)]
+    assert [(r.round, r.task, r.datapoints, r.loss) for r in records] == expected
+    assert all((r.protocol, r.accuracy, r.needed, r.more) == ("online", None, None, {}) for r in records)
+
+
+def test_the_regret_protocol() -> None:
+    spy = Spy()
+    records = list(ml.play(spy, [line("a", 3), line("b", 2)], reveal=2, regret=True))
+    adapt = ("adapt", [5], "batch")
+    assert spy.told == [
+        ("begin", "a"),
+        ("observe", [0, 1], [0, 0], False),
+        adapt,
+        ("observe", [2], [0], False),
+        adapt,
+        ("update",),  # only now, and as many as there were reveals
+        ("update",),
+        ("begin", "b"),
+        ("observe", [0, 1], [0, 0], False),
+        adapt,
+        ("update",),
+    ]
+    assert [record.protocol for record in records] == ["regret"] * 3
+
+
+def test_records_come_one_at_a_time() -> None:
+    spy = Spy()
+    records = ml.play(spy, [line("a", 4)], reveal=2)
+    assert next(records).datapoints == 2
+    assert spy.told[-1] == ("adapt", [5], "batch")
+    assert len(spy.told) == 3
+
+
+def test_reveals_bounds_what_is_used_of_a_task() -> None:
+    spy = Spy()
+    records = list(ml.play(spy, [line("a", 9), line("b", 3)], reveal=2, reveals=2))
+    assert [(record.task, record.datapoints) for record in records] == [("a", 2), ("a", 4), ("b", 2), ("b", 3)]
+    assert [told[1] for told in spy.told if told[0] == "observe"] == [[0, 1], [2, 3], [0, 1], [2]]
+
+
+def test_measure_at_some_sizes_only() -> None:
+    spy = Spy()
+    records = list(ml.play(spy, [line("a", 6), line("b", 6)], reveal=2, measure_at={4, 5}))
+    assert [(record.round, record.datapoints) for record in records] == [(0, 4), (1, 4)]
+    assert [told[0] for told in spy.told] == ["begin", "observe", "observe", "adapt", "observe"] * 2
+
+
+def test_the_learner_is_the_same_however_often_it_is_measured() -> None:
+    states = []
+    for measure_at in (None, {4}, ()):
+        learner = ftml()
+        list(ml.play(learner, STREAM, reveal=2, measure_at=measure_at))
+        states.append(_snapshot(learner))
+    assert not _differences(states[0], states[1])
+    assert not _differences(states[0], states[2])
+
+
+def test_start_skips_rounds() -> None:
+    records = list(ml.play(Spy(), [line("a", 2), line("b", 2), line("c", 2)], reveal=2, start=1))
+    assert [(record.round, record.task) for record in records] == [(1, "b"), (2, "c")]
+
+
+def test_a_restored_learner_starts_where_it_stopped() -> None:
+    learner, other = ftml(), ftml()
+    whole = list(ml.play(learner, STREAM, reveal=4))
+    first = list(ml.play(other, [STREAM[0], STREAM[1]], reveal=4))
+    restored = ftml()
+    restored.load_state_dict(other.state_dict())
+    assert first + list(ml.play(restored, STREAM, reveal=4, start=2)) == whole
+    assert not _differences(learner.state_dict(), restored.state_dict())
+
+
+def test_the_threshold_of_a_regression_is_a_loss() -> None:
+    class Improving(Spy):
+        losses = iter([9.0, 4.0, 1.0, 16.0, 4.0])
+
+        def adapt(self, steps: Any = None, statistics: str = "task") -> Any:
+            return [Constant(next(self.losses) ** 0.5) for _ in steps]
+
+    records = list(ml.play(Improving(), [line("a", 4), line("b", 1)], reveal=1, gamma=4.0))
+    assert [record.loss for record in records] == pytest.approx([9.0, 4.0, 1.0, 16.0, 4.0])
+    assert [record.needed for record in records] == [None, 2, 2, 2, 1]
+
+
+def test_the_threshold_of_a_classification_is_an_accuracy() -> None:
+    stream = labelled(train=6)
+
+    def scratch() -> ml.Learner:
+        return ml.Scratch(lambda: ml.models.mlp(4, 3, (16,)), ml.losses.cross_entropy, meta_lr=0.03, **SMALL)
+
+    accuracies = [record.accuracy for record in ml.play(scratch(), stream, reveal=2)]
+    gamma = sorted(accuracy for accuracy in accuracies if accuracy is not None)[-2]
+    needed: dict[int, int] = {}
+    for record in ml.play(scratch(), stream, reveal=2, gamma=gamma):
+        assert record.accuracy is not None
+        if record.accuracy >= gamma:
+            needed.setdefault(record.round, record.datapoints)
+        assert record.needed == needed.get(record.round)
+    assert needed
+
+
+def test_loss_and_accuracy_by_hand() -> None:
+    learner = ml.TOE(lambda: ml.models.mlp(4, 3, (8,)), ml.losses.cross_entropy, **SMALL)
+    (task,) = labelled(1)
+    *_, record = ml.play(learner, [task], reveal=3)
+    prediction = learner.adapt()(task.test.x).detach()
+    assert record.loss == pytest.approx(float(nn.functional.cross_entropy(prediction, task.test.y)), rel=1e-6)
+    assert record.accuracy == pytest.approx(float((prediction.argmax(1) == task.test.y).float().mean()))
+
+
+def test_several_numbers_of_steps() -> None:
+    learner = ftml()
+    (record,) = ml.play(learner, [STREAM[0]], reveal=7, steps=(5, 1, 10))
+    assert set(record.more) == {"loss_1", "loss_10"}
+    for steps, found in ((5, record.loss), (1, record.more["loss_1"]), (10, record.more["loss_10"])):
+        prediction = learner.adapt(steps=steps)(STREAM[0].test.x).detach()
+        expected = (prediction - STREAM[0].test.y).square().mean()
+        assert found == pytest.approx(float(expected), rel=1e-6)
+    (record,) = ml.play(ml.FTL(ml.models.mlp(4, 3), ml.losses.cross_entropy, **SMALL), labelled(1), steps=(1, 5, 10))
+    assert set(record.more) == {"loss_5", "accuracy_5", "loss_10", "accuracy_10"}
+
+
+def test_a_net_with_batch_norm_reports_both_statistics() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.ReLU(), nn.Linear(6, 3))
+    learner = ml.FTML(net, ml.losses.cross_entropy, support=2, **SMALL)
+    (task,) = labelled(1)
+    (record,) = ml.play(learner, [task], reveal=6)
+    assert set(record.more) == {"loss_task", "accuracy_task"}
+    nets = [learner.adapt(steps=5, statistics="batch"), learner.adapt(steps=5, statistics="task")]
+    for net, found in zip(nets, (record.loss, record.more["loss_task"]), strict=True):
+        prediction = net(task.test.x).detach()
+        assert found == pytest.approx(float(nn.functional.cross_entropy(prediction, task.test.y)), rel=1e-5)
+    assert record.loss != pytest.approx(record.more["loss_task"], rel=1e-3)
+
+
+def test_the_loss_is_reported_without_smoothing() -> None:
+    smooth = functools.partial(ml.losses.cross_entropy, smoothing=0.3)
+    learner = ml.FTL(ml.models.mlp(4, 3), smooth, **SMALL)
+    (task,) = labelled(1)
+    (record,) = ml.play(learner, [task])
+    prediction = learner.adapt(steps=5)(task.test.x).detach()
+    plain = float(nn.functional.cross_entropy(prediction, task.test.y))
+    assert record.loss == pytest.approx(plain, rel=1e-5)
+    assert plain != pytest.approx(float(smooth(prediction, task.test.y).mean()), rel=1e-3)
+
+
+def test_another_loss_to_report() -> None:
+    def absolute(prediction: Tensor, target: Tensor) -> Tensor:
+        return (prediction - target).abs().mean()
+
+    (record,) = ml.play(Spy(), [line("a", 2)], loss=absolute)
+    assert record.loss == 10.0
+
+
+def test_a_poisoned_test_set_changes_nothing_but_the_numbers() -> None:
+    poisoned = [ml.Task(task.name, task.train, _garbage(task.test)) for task in (STREAM[t] for t in range(3))]
+    for regret in (False, True):
+        results = []
+        for stream in (STREAM, poisoned):
+            learner = ftml()
+            losses = [record.loss for record in ml.play(learner, stream, reveal=3, regret=regret)]
+            results.append((losses, _snapshot(learner)))
+        assert all(one != other for one, other in zip(results[0][0], results[1][0], strict=True))
+        assert not _differences(results[0][1], results[1][1])
+
+
+LEARNERS = {
+    "ftml": ftml,
+    "toe": lambda: ml.TOE(lambda: ml.models.mlp(1, 1, (6,)), ml.losses.squared_error, **SMALL),
+    "ftl": lambda: ml.FTL(lambda: ml.models.mlp(1, 1, (6,)), ml.losses.squared_error, inner_lr=0.02, **SMALL),
+}
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_in_the_regret_protocol_a_round_is_played_with_what_came_before_it(name: str) -> None:
+    """w_t is the same whatever task t's data, while the round lasts; and it is learned from afterwards."""
+    stream = [STREAM[t] for t in range(3)]
+    other = [*stream[:2], ml.Task("other", ml.Batch(stream[2].train.x, 3 - stream[2].train.y), stream[2].test)]
+    before: list[Any] = []
+    losses = []
+    for tasks in (stream, other):
+        learner = LEARNERS[name]()
+        list(ml.play(learner, tasks[:2], reveal=3, regret=True))
+        start = _snapshot(learner)["params"]
+        for record in ml.play(learner, tasks, reveal=3, regret=True, start=2):
+            assert not _differences(start, learner.params), "w_t moved in the middle of its round"
+            losses.append(record.loss)
+        before.append(start)
+        learner.begin("next")
+        learner.update(10)
+        before.append(_snapshot(learner)["params"])
+    assert not _differences(before[0], before[2]), "w_t depends on the data of its own round"
+    assert _differences(before[1], before[3]), "the round's data is never learned from"
+    if name != "toe":
+        assert losses[:3] != losses[3:], "what is measured is adapted to the task's own data"
+
+
+def test_in_the_online_protocol_the_learner_trains_before_it_is_measured() -> None:
+    learner = ftml()
+    start = _snapshot(learner)["params"]
+    next(ml.play(learner, STREAM, reveal=3))
+    assert _differences(start, learner.params)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reveal": 0}, "reveal"),
+        ({"reveals": 0}, "reveals"),
+        ({"steps": ()}, "steps"),
+        ({"steps": (-1,)}, "steps"),
+        ({"stream": []}, "no tasks"),
+        ({"stream": [STREAM[0].train]}, r"stream\[0\] is a Batch, not a Task"),
+    ],
+)
+def test_plays_that_cannot_be(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(ml.play(ftml(), **{"stream": STREAM, **options}))
