@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.inner import Params
@@ -48,6 +49,7 @@ class Network:
         self.module = _functional_copy(module)
         self._dropouts = [name for name, part in self.module.named_modules() if isinstance(part, SeededDropout)]
         self.has_dropout = bool(self._dropouts)
+        self._tied = _tied_names(self.module)
         self.has_batch_norm = any(isinstance(part, BatchNorm) for part in self.module.modules())
         self.outputs: int | None = None
 
@@ -57,13 +59,15 @@ class Network:
 
     def predict(self, params: Params, x: Tree, noise: Tensor | None = None) -> Tensor:
         """The prediction for a batch of inputs of one task; dropout is active when noise is given."""
-        state: dict[str, Tensor] = dict(params)
+        state = {name: params[first] for name, first in self._tied.items()}
         for i, name in enumerate(self._dropouts):
-            layer = self.module.get_submodule(name)
+            layer = cast(SeededDropout, self.module.get_submodule(name))
             layer.train(noise is not None)
+            layer.num_calls = 0
             if noise is not None:
                 state[f"{name}.seed"] = noise + i
-        return functional_call(self.module, state, (self.preprocess(x),))
+        # Not tie_weights: with a layer that is used twice, torch 2.13 leaves these tensors in the module.
+        return functional_call(self.module, state, (self.preprocess(x),), tie_weights=False)
 
     def loss_fn(self, params: Params, batch: Batch, noise: Tensor | None = None) -> Tensor:
         """The kernel's loss: the mean over the datapoints of a batch."""
@@ -109,7 +113,12 @@ class Network:
                     f"{where}: x is {leaf.dtype}, the model's parameters are {dtype}; convert with x.to({dtype})"
                 )
         if self.outputs is None:
-            self._try(params, rows(batch, slice(0, 2)), where)
+            # On a copy: a module that changes itself must not leave a trace.
+            module, self.module = self.module, copy.deepcopy(self.module)
+            try:
+                self._try(params, rows(batch, slice(0, 2)), where)
+            finally:
+                self.module = module
         if takes_labels(self.loss):
             low, high = int(batch.y.min()), int(batch.y.max())
             assert self.outputs is not None
@@ -140,18 +149,23 @@ class Network:
         self.outputs = prediction.shape[-1] if prediction.ndim > 1 else 1
 
     def _try_functional(self, params: Params, batch: Batch) -> None:
-        noise = torch.zeros((), dtype=torch.int64, device=num_device(batch)) if self._dropouts else None
+        noise = (torch.zeros(2, dtype=torch.int64, device=num_device(batch)),) if self._dropouts else ()
+        buffers = {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
 
-        def curvature(params: Params, batch: Batch) -> Params:
+        def curvature(params: Params, batch: Batch, *noise: Tensor) -> Params:
             def squared(params: Params) -> Tensor:
-                gradient = grad(lambda p: self.loss_fn(p, batch, noise))(params)
+                gradient = grad(lambda p: self.loss_fn(p, batch, *noise))(params)
                 return torch.stack([value.square().sum() for value in gradient.values()]).sum()
 
             return grad(squared)(params)
 
-        stacked = {name: torch.stack([value, value]) for name, value in params.items()}
+        two_tasks = tree_map(lambda leaf: torch.stack([leaf, leaf]), (params, batch))
         try:
-            vmap(curvature, in_dims=(0, None))(stacked, batch)
+            with sdpa_kernel(SDPBackend.MATH):
+                vmap(curvature)(*two_tasks, *noise)
+            for name, buffer in self.module.named_buffers():
+                if buffer is not buffers[name][0] or buffer._version != buffers[name][1]:
+                    raise ValueError(f"its forward changes the buffer {name!r}")
         except Exception as error:
             raise ValueError(
                 f"{type(self.module).__name__} cannot be run as a pure function of its parameters, for several tasks"
@@ -206,6 +220,8 @@ class BatchNorm(nn.Module):
 class SeededDropout(nn.Module):
     """Dropout whose mask is a function of a seed and the position alone: the same on every device, replayed at will.
 
+    A layer that a module calls several times gives a mask of its own to each call (counted in `num_calls`).
+
     Args:
         p: the probability of a zero.
         channels: whether whole channels are zeroed (`nn.Dropout2d` and its kin).
@@ -217,6 +233,7 @@ class SeededDropout(nn.Module):
         super().__init__()
         self.p = p
         self.channels = channels
+        self.num_calls = 0
         self.register_buffer("seed", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -227,7 +244,9 @@ class SeededDropout(nn.Module):
             return torch.zeros_like(x)
         shape = x.shape[:2] + (1,) * (x.ndim - 2) if self.channels else x.shape
         position = torch.arange(shape.numel(), device=x.device).view(shape)
-        bits = _hash(position + _hash(self.seed))
+        # The position is mixed before the seed is added, or the masks of two seeds would be shifted copies.
+        bits = _hash(_hash(position) + _hash(self.seed + 0x9E3779B9 * self.num_calls))
+        self.num_calls += 1
         return x * (bits >= int(self.p * 2**32)) / (1 - self.p)
 
 
@@ -284,8 +303,9 @@ def _functional_copy(module: nn.Module) -> nn.Module:
             replaced[part] = BatchNorm(part)
         elif isinstance(part, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
             replaced[part] = SeededDropout(part.p, isinstance(part, _CHANNEL_DROPOUT))
-    for parent in [module, *module.modules()]:
-        for name, child in parent.named_children():
+    for parent in list(module.modules()):
+        # Not named_children: it leaves out a layer's second name under one parent.
+        for name, child in parent._modules.items():
             if child in replaced:
                 setattr(parent, name, replaced[child])
     if tracked:
@@ -295,6 +315,16 @@ def _functional_copy(module: nn.Module) -> nn.Module:
             stacklevel=4,
         )
     return replaced.get(module, module)
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """The names under which the layers of a module hold parameters, each with the first name of the same parameter."""
+    first: dict[Tensor, str] = {}
+    return {
+        name: first.setdefault(value, name)
+        for prefix, part in module.named_modules()
+        for name, value in part.named_parameters(prefix, recurse=False)
+    }
 
 
 def _mean(loss: Any, num: int) -> Tensor:

@@ -74,6 +74,7 @@ def module_loss(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> 
     def loss_fn(params: Mapping[str, Tensor], batch: Any, noise: Tensor | None = None) -> Tensor:
         for i, mask in enumerate(masks):
             mask.train(noise is not None)
+            mask.num_calls = 0
             if noise is not None:
                 mask.seed = noise + i
         return loss(functional_call(module, dict(params), (batch[0],)), batch[1])
