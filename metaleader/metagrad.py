@@ -119,7 +119,8 @@ def meta_gradient(
     rates = step_sizes(inner_lr, moving)
 
     def one_task(support: Any, query: Any, *noise: Tensor) -> _Result:
-        return _one_task(loss_fn, moving, fixed, rates, support, query, noise, inner_steps, first_order)
+        back = not first_order or lr_gradient
+        return _one_task(loss_fn, moving, fixed, rates, support, query, noise, inner_steps, first_order, back)
 
     # Tasks are vmapped from outside: torch 2.13 gives a wrong second derivative of batch norm for grad over vmap.
     many_tasks = vmap(one_task, in_dims=(0, 0) + (() if noise is None else (1,)))
@@ -157,8 +158,9 @@ def _one_task(
     noise: tuple[Tensor, ...],
     inner_steps: int,
     first_order: bool,
+    back: bool,
 ) -> _Result:
-    """Query loss, its gradient, and the step sizes' gradient, for one task."""
+    """Query loss, its gradient, and the step sizes' gradient (which needs the way back), for one task."""
     at = lambda s: tuple(row[s] for row in noise)  # noqa: E731
 
     def walk(theta: Params, start: int, stop: int) -> list[Params]:
@@ -181,7 +183,7 @@ def _one_task(
     (lam, lam_fixed), loss = grad_and_value(query_loss, argnums=(0, 1))(kept.pop(), fixed)
     rate_gradient = {name: torch.zeros_like(loss) for name in moving}
     path: list[Params] = []
-    for s in reversed(range(inner_steps)):
+    for s in reversed(range(inner_steps)) if back else ():
         if not path:
             path = walk(kept.pop(), s - s % stride, s)
 
