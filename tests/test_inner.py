@@ -59,6 +59,22 @@ def test_adapt_leaves_its_arguments_and_can_be_differentiated():
     assert all(torch.equal(PARAMS[name], value) for name, value in before.items())
 
 
+def test_attention_can_be_differentiated_through_and_mapped():
+    """The fused kernels have no second derivative, and warn under vmap."""
+    net = nn.MultiheadAttention(4, 2, batch_first=True).double()
+    params = dict(net.named_parameters())
+    x = normal("tokens", 3, 2, 5, 4)
+
+    def loss_fn(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(net, dict(params), (x, x, x), {"need_weights": False})[0].square().mean()
+
+    adapted = adapt(loss_fn, params, x[0], 0.1, 2)
+    gradients = torch.autograd.grad(loss_fn(adapted, x[0]), list(params.values()))
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    together = vmap(lambda x: adapt(loss_fn, params, x, 0.1, 2))(x)
+    assert_close(together["in_proj_weight"][0].detach(), adapted["in_proj_weight"].detach(), 1e-12)
+
+
 def test_many_tasks_at_once():
     many = (normal("xs", 4, 6, 3), normal("ys", 4, 6, 2))
     together = vmap(functools.partial(adapt, loss_fn, PARAMS, steps=3))(many)

@@ -36,7 +36,7 @@ class Attention(nn.Module):
         if self.own is not None:
             mixed = self.own(q, k, v, need_weights=False)[0]
         elif self.kind == "fused":
-            mixed = F.scaled_dot_product_attention(q, k, v)
+            mixed = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
         else:
             mixed = torch.softmax(q @ k.transpose(-1, -2) / 2.0, -1) @ v
         return self.head(self.norm(x + self.drop(mixed)).mean(1))
@@ -189,6 +189,22 @@ def test_first_order_is_the_query_gradient_at_the_adapted_parameters(only: str |
     exact, second = meta_gradient(loss_fn, params, support, query, RATE, STEPS, only=only)
     assert loss == exact
     assert not torch.allclose(gradient["0.weight"], second["0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("first_order", "lr_gradient", "expected"),
+    [(False, False, 2 * STEPS + 1), (True, False, STEPS + 1), (True, True, 2 * STEPS + 1)],
+)
+def test_first_order_takes_no_way_back(first_order: bool, lr_gradient: Any, expected: int):
+    loss_fn, _, params, support, query = setting("mlp")
+    calls = []
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(1)
+        return loss_fn(*args)
+
+    meta_gradient(counted, params, support, query, RATE, STEPS, first_order, lr_gradient=lr_gradient)
+    assert len(calls) == expected
 
 
 def test_first_order_gradient_of_the_step_size():
