@@ -23,9 +23,18 @@ def _seed() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
-    """With METALEADER_NO_SKIPS=1 a skipped test fails: on CI every system package is there."""
-    report = yield
+    return _no_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    return _no_skip((yield))
+
+
+def _no_skip(report: pytest.TestReport | pytest.CollectReport) -> pytest.TestReport | pytest.CollectReport:
+    """With METALEADER_NO_SKIPS=1 a skip is a failure: it stands for a system package that should be there."""
     if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("METALEADER_NO_SKIPS") == "1":
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
-        report.longrepr = f"skipped although METALEADER_NO_SKIPS=1: {report.longrepr[2]}"
+        report.longrepr = f"METALEADER_NO_SKIPS=1, but: {why}"
     return report
