@@ -91,11 +91,12 @@ class TaskBuffer:
 
     def append(self, batch: Batch) -> None:
         """Keep datapoints of the open task."""
+        start = self.store.length
+        self.store.append(batch)
         if self._open is not None:
             self.names.append(self._open)
-            self.starts.append(self.store.length)
+            self.starts.append(start)
             self._open = None
-        self.store.append(batch)
 
     def current(self) -> Batch | None:
         """D_t: all datapoints of the open task, None before the first."""
@@ -147,7 +148,8 @@ class TaskBuffer:
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
         """Forget what was appended after a mark."""
-        self.store.length, num_tasks, self._open = mark
+        length, num_tasks, self._open = mark
+        self.store.cut(length)
         del self.names[num_tasks:], self.starts[num_tasks:]
         if self.store.length == 0:
             self.store.data = None
@@ -185,6 +187,11 @@ class _Rows:
             tree_map(lambda leaf, new: leaf[self.length : self.length + num].copy_(new), self.data, batch)
         self.length += num
 
+    def cut(self, length: int) -> None:
+        self.length = length
+        if length == 0:  # the next rows may have any shape
+            self.data = None
+
     def take(self, index: slice | Tensor) -> Batch:
         assert self.data is not None
         return rows(self.data, index)
@@ -196,17 +203,15 @@ class _Rows:
 
     def state_dict(self, data: bool) -> dict[str, Any]:
         state: dict[str, Any] = {"length": self.length}
-        if data and self.data is not None:
-            state["data"] = {
-                "x": rows(self.data.x, slice(0, self.length)),
-                "y": rows(self.data.y, slice(0, self.length)),
-            }
+        if data:
+            kept = None if self.data is None else rows(self.data, slice(0, self.length))
+            state["data"] = None if kept is None else {"x": kept.x, "y": kept.y}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "data" in state:
-            data = Batch(state["data"]["x"], state["data"]["y"])
-            self.data = tree_map(lambda leaf: leaf.to(self.device, copy=True), data)
+            data = None if state["data"] is None else Batch(state["data"]["x"], state["data"]["y"])
+            self.data = None if data is None else tree_map(lambda leaf: leaf.to(self.device, copy=True), data)
         elif state["length"] != self.length:
             raise ValueError(
                 f"the state was saved without its data, of {state['length']} datapoints, and {self.length} are here;"

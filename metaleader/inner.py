@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.func import grad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Params = dict[str, Tensor]
 # loss_fn(params, batch) -> scalar; where noise is given: loss_fn(params, batch, noise)
@@ -49,8 +50,10 @@ def adapt(
     check_steps(steps, noise, needed=steps)
     moving, fixed = split(params, only)
     rates = step_sizes(lr, moving)
-    for s in range(steps):
-        moving = inner_step(loss_fn, moving, fixed, rates, batch, *at_step(noise, s))
+    # Fused attention has no second derivative; the plain one has.
+    with sdpa_kernel(SDPBackend.MATH):
+        for s in range(steps):
+            moving = inner_step(loss_fn, moving, fixed, rates, batch, *at_step(noise, s))
     return {name: moving.get(name, fixed.get(name)) for name in params}  # pyright: ignore[reportReturnType]
 
 

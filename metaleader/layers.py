@@ -96,6 +96,8 @@ class Conv2d(nn.Module):
 class SeededDropout(nn.Module):
     """Dropout whose mask is a function of a seed and the position alone: the same on every device, replayed at will.
 
+    A layer that a module calls several times gives a mask of its own to each call (counted in `num_calls`).
+
     Args:
         p: the probability of a zero.
         channels: whether whole channels are zeroed (`nn.Dropout2d` and its kin).
@@ -107,6 +109,7 @@ class SeededDropout(nn.Module):
         super().__init__()
         self.p = p
         self.channels = channels
+        self.num_calls = 0
         self.register_buffer("seed", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,7 +120,9 @@ class SeededDropout(nn.Module):
             return torch.zeros_like(x)
         shape = x.shape[:2] + (1,) * (x.ndim - 2) if self.channels else x.shape
         position = torch.arange(shape.numel(), device=x.device).view(shape)
-        bits = _hash(position + _hash(self.seed))
+        # The position is mixed before the seed is added, or the masks of two seeds would be shifted copies.
+        bits = _hash(_hash(position) + _hash(self.seed + 0x9E3779B9 * self.num_calls))
+        self.num_calls += 1
         return x * (bits >= int(self.p * 2**32)) / (1 - self.p)
 
 

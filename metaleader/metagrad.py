@@ -12,6 +12,7 @@ so that the activations of one step are alive at a time, whatever the number of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, overload
 
@@ -118,7 +119,8 @@ def meta_gradient(
     rates = step_sizes(inner_lr, moving)
 
     def one_task(support: Any, query: Any, *noise: Tensor) -> _Result:
-        return _one_task(loss_fn, moving, fixed, rates, support, query, noise, inner_steps, first_order)
+        back = not first_order or lr_gradient
+        return _one_task(loss_fn, moving, fixed, rates, support, query, noise, inner_steps, first_order, back)
 
     # Tasks are vmapped from outside: torch 2.13 gives a wrong second derivative of batch norm for grad over vmap.
     many_tasks = vmap(one_task, in_dims=(0, 0) + (() if noise is None else (1,)))
@@ -156,19 +158,34 @@ def _one_task(
     noise: tuple[Tensor, ...],
     inner_steps: int,
     first_order: bool,
+    back: bool,
 ) -> _Result:
-    """Query loss, its gradient, and the step sizes' gradient, for one task."""
+    """Query loss, its gradient, and the step sizes' gradient (which needs the way back), for one task."""
     at = lambda s: tuple(row[s] for row in noise)  # noqa: E731
-    path = [moving]
-    for s in range(inner_steps):
-        path.append(inner_step(loss_fn, path[-1], fixed, rates, support, *at(s)))
+
+    def walk(theta: Params, start: int, stop: int) -> list[Params]:
+        """The path theta_start .. theta_stop."""
+        path = [theta]
+        for s in range(start, stop):
+            path.append(inner_step(loss_fn, path[-1], fixed, rates, support, *at(s)))
+        return path
+
+    # The path is kept at every stride-th step and walked again in between: memory grows with the root of the number of
+    # steps. Up to 15 steps the stride is 1, and nothing is computed twice.
+    stride = max(1, math.isqrt(inner_steps) // 2)
+    kept = [moving]
+    for start in range(0, inner_steps, stride):
+        kept.append(walk(kept[-1], start, min(start + stride, inner_steps))[-1])
 
     def query_loss(moving: Params, fixed: Params) -> Tensor:
         return scalar_loss(loss_fn, {**fixed, **moving}, query, *at(inner_steps))
 
-    (lam, lam_fixed), loss = grad_and_value(query_loss, argnums=(0, 1))(path.pop(), fixed)
+    (lam, lam_fixed), loss = grad_and_value(query_loss, argnums=(0, 1))(kept.pop(), fixed)
     rate_gradient = {name: torch.zeros_like(loss) for name in moving}
-    for s in reversed(range(inner_steps)):
+    path: list[Params] = []
+    for s in reversed(range(inner_steps)) if back else ():
+        if not path:
+            path = walk(kept.pop(), s - s % stride, s)
 
         def inner_products(moving: Params, fixed: Params) -> Params:
             gradient = inner_gradient(loss_fn, moving, fixed, support, *at(s))  # noqa: B023

@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.inner import Params
@@ -49,6 +50,7 @@ class Network:
         self.module = _functional_copy(module)
         self._dropouts = [name for name, part in self.module.named_modules() if isinstance(part, SeededDropout)]
         self.has_dropout = bool(self._dropouts)
+        self._tied = _tied_names(self.module)
         self.has_batch_norm = any(isinstance(part, BatchNorm) for part in self.module.modules())
         self.outputs: int | None = None
         self._tried: str | None = None
@@ -59,13 +61,15 @@ class Network:
 
     def predict(self, params: Params, x: Tree, noise: Tensor | None = None) -> Tensor:
         """The prediction for a batch of inputs of one task; dropout is active when noise is given."""
-        state: dict[str, Tensor] = dict(params)
+        state = {name: params[first] for name, first in self._tied.items()}
         for i, name in enumerate(self._dropouts):
-            layer = self.module.get_submodule(name)
+            layer = cast(SeededDropout, self.module.get_submodule(name))
             layer.train(noise is not None)
+            layer.num_calls = 0
             if noise is not None:
                 state[f"{name}.seed"] = noise + i
-        return functional_call(self.module, state, (self.preprocess(x),))
+        # Not tie_weights: with a layer that is used twice, torch 2.13 leaves these tensors in the module.
+        return functional_call(self.module, state, (self.preprocess(x),), tie_weights=False)
 
     def loss_fn(self, params: Params, batch: Batch, noise: Tensor | None = None) -> Tensor:
         """The kernel's loss: the mean over the datapoints of a batch."""
@@ -114,7 +118,12 @@ class Network:
                     f"{where}: x is {leaf.dtype}, the model's parameters are {dtype}; convert with x.to({dtype})"
                 )
         if row_signature(batch) != self._tried:
-            self._try(params, rows(batch, slice(0, 2)), where)
+            # On a copy: a module that changes itself must not leave a trace.
+            module, self.module = self.module, copy.deepcopy(self.module)
+            try:
+                self._try(params, rows(batch, slice(0, 2)), where)
+            finally:
+                self.module = module
         if not takes_labels(self.loss):
             self._try_loss(params, batch, where)
         else:
@@ -156,18 +165,23 @@ class Network:
         return prediction
 
     def _try_functional(self, params: Params, batch: Batch) -> None:
-        noise = torch.zeros((), dtype=torch.int64, device=num_device(batch)) if self._dropouts else None
+        noise = (torch.zeros(2, dtype=torch.int64, device=num_device(batch)),) if self._dropouts else ()
+        buffers = {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
 
-        def curvature(params: Params, batch: Batch) -> Params:
+        def curvature(params: Params, batch: Batch, *noise: Tensor) -> Params:
             def squared(params: Params) -> Tensor:
-                gradient = grad(lambda p: self.loss_fn(p, batch, noise))(params)
+                gradient = grad(lambda p: self.loss_fn(p, batch, *noise))(params)
                 return torch.stack([value.square().sum() for value in gradient.values()]).sum()
 
             return grad(squared)(params)
 
-        stacked = {name: torch.stack([value, value]) for name, value in params.items()}
+        two_tasks = tree_map(lambda leaf: torch.stack([leaf, leaf]), (params, batch))
         try:
-            vmap(curvature, in_dims=(0, None))(stacked, batch)
+            with sdpa_kernel(SDPBackend.MATH):
+                vmap(curvature)(*two_tasks, *noise)
+            for name, buffer in self.module.named_buffers():
+                if buffer is not buffers[name][0] or buffer._version != buffers[name][1]:
+                    raise ValueError(f"its forward changes the buffer {name!r}")
         except Exception as error:
             raise ValueError(
                 f"{type(self.module).__name__} cannot be run as a pure function of its parameters, for several tasks"
@@ -223,8 +237,9 @@ def _functional_copy(module: nn.Module) -> nn.Module:
             replaced[part] = Conv2d(part)
         elif isinstance(part, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
             replaced[part] = SeededDropout(part.p, isinstance(part, _CHANNEL_DROPOUT))
-    for parent in [module, *module.modules()]:
-        for name, child in parent.named_children():
+    for parent in list(module.modules()):
+        # Not named_children: it leaves out a layer's second name under one parent.
+        for name, child in parent._modules.items():
             if child in replaced:
                 setattr(parent, name, replaced[child])
     if tracked:
@@ -234,6 +249,16 @@ def _functional_copy(module: nn.Module) -> nn.Module:
             stacklevel=4,
         )
     return replaced.get(module, module)
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """The names under which the layers of a module hold parameters, each with the first name of the same parameter."""
+    first: dict[Tensor, str] = {}
+    return {
+        name: first.setdefault(value, name)
+        for prefix, part in module.named_modules()
+        for name, value in part.named_parameters(prefix, recurse=False)
+    }
 
 
 def _mean(loss: Any, num: int) -> Tensor:

@@ -78,13 +78,16 @@ def load_tree(path: str | os.PathLike[str], kind: str, version: int) -> dict[str
     try:
         found = int(metadata["version"])
         plain = json.loads(metadata["tree"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
     if found > version:
         raise ValueError(
             f"{path} has version {found} of the {kind} format, this release reads up to {version}; upgrade"
         )
-    return _put_tensors(plain, tensors, path)
+    tree = _put_tensors(plain, tensors, path)
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} has a damaged header (no dict at its root); use an intact copy")
+    return tree
 
 
 def _take_tensors(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:

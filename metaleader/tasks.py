@@ -143,7 +143,10 @@ def _tensor_maker(where: str) -> Callable[[Any], Tensor]:
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{where} is not numeric: got {type(leaf).__name__}; pass tensors or arrays") from error
         if tensor.ndim == 0:
-            raise ValueError(f"{where} is a single value; the first dimension must be the datapoints")
+            raise ValueError(
+                f"{where} holds a single value; pass a tensor or array whose first dimension is the datapoints (a list"
+                " is taken for several inputs)"
+            )
         if tensor.is_complex():
             raise ValueError(f"{where} is complex ({tensor.dtype}); pass real numbers")
         if tensor.layout is not torch.strided or tensor.is_meta:

@@ -1,0 +1,327 @@
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from metaleader.buffer import TaskBuffer, Weights, recency
+from metaleader.tasks import Batch
+
+
+def filled(sizes: Sequence[int], weights: Weights | None = None) -> TaskBuffer:
+    """A buffer whose x is the row's number and whose y is its task."""
+    buffer, row = TaskBuffer(weights=weights), 0
+    for task, size in enumerate(sizes):
+        buffer.begin(f"task {task}")
+        for start in range(0, size, 4):  # in several reveals
+            num = min(4, size - start)
+            buffer.append(Batch(torch.arange(row, row + num), torch.full((num,), task)))
+            row += num
+    return buffer
+
+
+def draw(buffer: TaskBuffer, *args: Any, **options: Any) -> Any:
+    drawn = buffer.draw(*args, **options)
+    assert drawn is not None
+    return drawn
+
+
+def chi_square(counts: Tensor, expected: Tensor | float) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def bound(degrees: int) -> float:
+    """Six standard deviations above the mean of chi-square: chance exceeds it less than once in a million."""
+    return degrees + 6 * (2 * degrees) ** 0.5 + 12
+
+
+# What a draw is made of.
+
+SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=6)
+
+
+@given(SIZES, st.integers(0, 5), st.integers(1, 5), st.integers(0, 2**31), st.integers(0, 1000))
+def test_rows_of_one_task_disjoint_and_divided_as_documented(
+    sizes: list[int], support: int, query: int, seed: int, step: int
+):
+    buffer = filled(sizes)
+    drawn = draw(buffer, seed, [step], 7, support, query).at(0)
+    assert drawn.support.shape == (7, support)
+    assert drawn.query.shape == (7, query)
+    owners = buffer.gather(drawn)
+    for s, q, s_owner, q_owner in zip(drawn.support, drawn.query, owners[0].y, owners[1].y, strict=True):
+        assert len(set(s_owner.tolist()) | set(q_owner.tolist())) == 1
+        have, width = sizes[int(q_owner[0])], support + query
+        own_support, own_query = set(s.tolist()), set(q.tolist())
+        if have >= width:  # nothing twice
+            assert len(own_support) == support
+            assert len(own_query) == query
+            assert own_support.isdisjoint(own_query)
+        elif support == 0:
+            assert len(own_query) == min(have, query)
+        elif have == 1:
+            assert own_support == own_query
+        else:  # all of the task, in proportion, each as often as any other, or once more
+            assert own_support.isdisjoint(own_query)
+            assert len(own_support | own_query) == have
+            assert abs(len(own_support) - have * support / width) < 1 or 1 in (len(own_support), len(own_query))
+            for part in (s, q):
+                repeats = part.unique(return_counts=True)[1]
+                assert repeats.max() - repeats.min() <= 1
+
+
+@pytest.mark.parametrize(("support", "query"), [(10, 10), (1, 1), (0, 10), (3, 1)])
+def test_a_task_of_one_datapoint(support: int, query: int):
+    drawn = draw(filled([1]), 0, [0], 5, support, query)
+    assert not drawn.support.any()
+    assert not drawn.query.any()
+
+
+@pytest.mark.parametrize(
+    ("have", "support", "query", "parts"),
+    [(2, 10, 10, (1, 1)), (3, 10, 10, (1, 2)), (8, 10, 10, (4, 4)), (8, 15, 5, (6, 2)), (2, 19, 1, (1, 1)),
+     (5, 1, 19, (1, 4)), (20, 10, 10, (10, 10)), (19, 10, 10, (9, 10))],
+)  # fmt: skip
+def test_how_short_tasks_are_divided(have: int, support: int, query: int, parts: tuple[int, int]):
+    drawn = draw(filled([have]), 0, [0], 3, support, query).at(0)
+    assert [(len(s.unique()), len(q.unique())) for s, q in zip(drawn.support, drawn.query, strict=True)] == [parts] * 3
+
+
+# The distribution.
+
+
+@pytest.mark.parametrize("which", ["all", "past"])
+def test_tasks_are_drawn_uniformly_whatever_their_size(which: Any):
+    buffer = filled([20, 3, 50, 1, 7])
+    drawn = draw(buffer, 1, range(400), 25, 2, 2, which)
+    chosen = buffer.gather(drawn)[1].y[..., 0].flatten()
+    num = 5 if which == "all" else 4
+    counts = torch.bincount(chosen, minlength=5)
+    assert chi_square(counts[:num], 10_000 / num) < bound(num - 1)
+    assert counts[num:].sum() == 0
+
+
+@pytest.mark.parametrize(("have", "support", "query"), [(12, 3, 2), (5, 3, 2), (9, 0, 4), (4, 3, 3), (40, 10, 10)])
+def test_datapoints_are_drawn_uniformly_for_every_place(have: int, support: int, query: int):
+    drawn = draw(filled([have]), 2, range(300), 20, support, query)
+    for part in (drawn.support, drawn.query):
+        for place in range(part.shape[-1]):
+            counts = torch.bincount(part[..., place].flatten(), minlength=have)
+            assert chi_square(counts, 6000 / have) < bound(have - 1)
+
+
+def test_every_pair_of_support_and_query_is_as_likely():
+    drawn = draw(filled([5]), 3, range(500), 20, 1, 1)
+    pairs = torch.bincount((5 * drawn.support + drawn.query).flatten(), minlength=25).view(5, 5)
+    assert pairs.diagonal().sum() == 0
+    assert chi_square(pairs[~torch.eye(5, dtype=torch.bool)], 10_000 / 20) < bound(19)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        (recency(1.0), [1 / 15, 2 / 15, 4 / 15, 8 / 15]),
+        (recency(1e9), [0.25] * 4),
+        (lambda num: np.array([0.0, 3.0, 0.0, 1.0])[:num], [0.0, 0.75, 0.0, 0.25]),
+        (lambda num: [1, 0, 0, 0][:num], [1.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_weights_of_tasks(weights: Any, expected: list[float]):
+    buffer = filled([3, 9, 1, 5], weights)
+    counts = torch.bincount(buffer.gather(draw(buffer, 4, range(400), 25, 1, 1))[1].y[..., 0].flatten(), minlength=4)
+    probable = torch.tensor(expected)
+    assert counts[probable == 0].sum() == 0
+    assert chi_square(counts[probable > 0], 10_000 * probable[probable > 0]) < bound(int((probable > 0).sum()) - 1)
+
+
+def test_weights_of_past_tasks_and_none_for_the_current():
+    asked = []
+    buffer = filled([2, 2, 2], lambda num: asked.append(num) or np.ones(num))
+    for which in ("all", "past", "current"):
+        buffer.draw(0, [0], 2, 1, 1, which)
+    assert asked == [3, 2]
+
+
+@pytest.mark.parametrize(
+    "bad", [[1.0, 2.0], [1.0, -1.0, 1.0], [0.0, 0.0, 0.0], [1.0, float("nan"), 1.0], [1.0, float("inf"), 1.0], 1.0]
+)
+def test_bad_weights(bad: Any):
+    buffer = filled([2, 2, 2], lambda num: bad)
+    with pytest.raises(ValueError, match="task weights must be 3 numbers"):
+        buffer.draw(0, [0], 2, 1, 1)
+
+
+@pytest.mark.parametrize("half_life", [0.0, -1.0, float("nan")])
+def test_bad_half_life(half_life: float):
+    with pytest.raises(ValueError, match="half_life must be positive, got"):
+        recency(half_life)
+
+
+# Which tasks.
+
+
+def test_past_current_and_nothing_to_draw_from():
+    buffer = TaskBuffer()
+    assert all(buffer.draw(0, [0], 2, 1, 1, which) is None for which in ("all", "past", "current"))
+    buffer = filled([5])
+    assert buffer.draw(0, [0], 2, 1, 1, "past") is None
+    assert draw(buffer, 0, [0], 2, 1, 1, "current").query.max() < 5
+    buffer = filled([5, 6])
+    assert draw(buffer, 0, range(20), 9, 1, 1, "past").query.max() < 5
+    assert draw(buffer, 0, range(20), 9, 1, 1, "current").query.min() >= 5
+    buffer.begin("empty so far")  # every task with data is past now
+    assert buffer.draw(0, [0], 2, 1, 1, "current") is None
+    assert buffer.current() is None
+    assert draw(buffer, 0, range(20), 9, 1, 1, "past").query.max() > 5
+    assert len(buffer) == 2
+
+
+def test_current_is_all_of_the_open_task():
+    buffer = filled([5, 6])
+    current = buffer.current()
+    assert current is not None
+    assert current.x.tolist() == list(range(5, 11))
+    assert buffer.counts().tolist() == [5, 6]
+    assert buffer.num_datapoints == 11
+
+
+# Determinism.
+
+
+@given(SIZES, st.integers(0, 2**31), st.lists(st.integers(0, 10_000), min_size=1, max_size=5))
+def test_a_step_is_drawn_the_same_alone_or_in_a_group(sizes: list[int], seed: int, steps: list[int]):
+    buffer = filled(sizes)
+    together = draw(buffer, seed, steps, 4, 3, 2)
+    for i, step in enumerate(steps):
+        alone = draw(buffer, seed, [step], 4, 3, 2).at(0)
+        assert torch.equal(alone.support, together.at(i).support)
+        assert torch.equal(alone.query, together.at(i).query)
+
+
+def test_seed_and_step_matter():
+    buffer = filled([30, 30])
+    drawn = [draw(buffer, seed, [step], 5, 5, 5).query for seed, step in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    assert not any(torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+# Storage.
+
+
+def test_what_is_gathered_is_what_came_in():
+    buffer, xs = TaskBuffer(), torch.rand(30, 2, 3)
+    tree = [Batch({"a": x, "b": (x[:, 0] * 2,)}, x.sum((1, 2))) for x in xs.split([7, 1, 12, 10])]
+    for task, batch in enumerate(tree):
+        buffer.begin(str(task))
+        buffer.append(batch)
+    support, query = buffer.gather(draw(buffer, 0, [0], 6, 3, 2).at(0))
+    assert support.x["a"].shape == (6, 3, 2, 3)
+    assert query.x["b"][0].shape == (6, 2, 3)
+    for part in (support, query):
+        assert torch.equal(part.x["b"][0], part.x["a"][..., 0, :] * 2)
+        assert torch.equal(part.y, part.x["a"].sum((-1, -2)))
+
+
+@pytest.mark.parametrize("reveals", [[20] * 60, [1] * 300, [900, 1, 1], [3, 500, 7, 11]])
+def test_memory_is_close_to_the_bytes_of_the_data(reveals: list[int]):
+    buffer = TaskBuffer()
+    given = 0
+    for i, num in enumerate(reveals):
+        if i % 5 == 0:
+            buffer.begin(str(i))
+        batch = Batch(torch.zeros(num, 3, 8, 8, dtype=torch.uint8), torch.zeros(num, dtype=torch.int64))
+        given += sum(leaf.nbytes for leaf in batch)
+        buffer.append(batch)
+    assert buffer.store.data is not None
+    assert buffer.store.data.x.dtype == torch.uint8
+    kept = sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(buffer.store.data))
+    assert given <= kept <= 1.3 * given
+
+
+def test_the_buffer_keeps_a_copy():
+    buffer, x = TaskBuffer(), torch.zeros(4)
+    buffer.begin("a")
+    for _ in range(2):
+        buffer.append(Batch(x, x))
+    x.fill_(1.0)
+    current = buffer.current()
+    assert current is not None
+    assert not current.x.any()
+
+
+def test_other_shapes_are_refused_and_nothing_is_kept():
+    buffer = filled([3])
+    buffer.begin("b")
+    mark = buffer.mark()
+    with pytest.raises(ValueError, match=r"x has rows of int64\[2\], but earlier datapoints have int64\[\]"):
+        buffer.append(Batch(torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)))
+    assert buffer.mark() == mark
+
+
+def test_after_a_rollback_to_nothing_any_shape_may_come():
+    buffer = TaskBuffer()
+    buffer.begin("a")
+    mark = buffer.mark()
+    buffer.append(Batch(torch.zeros(2), torch.zeros(2)))
+    buffer.rollback(mark)
+    buffer.append(Batch(torch.zeros(2, 3), torch.zeros(2)))
+    assert buffer.counts().tolist() == [2]
+
+
+@given(SIZES, st.integers(0, 9), st.booleans())
+def test_rollback(sizes: list[int], more: int, new_task: bool):
+    buffer, twin = filled(sizes), filled(sizes)
+    mark = buffer.mark()
+    if new_task:
+        buffer.begin("new")
+    for _ in range(more):
+        buffer.append(Batch(torch.full((3,), -1), torch.full((3,), -1)))
+    buffer.rollback(mark)
+    assert buffer.mark() == twin.mark()
+    assert buffer.names == twin.names
+    for one in (buffer, twin):
+        one.append(Batch(torch.full((2,), 77), torch.full((2,), 78)))
+    assert_same(buffer, twin)
+
+
+def assert_same(one: TaskBuffer, other: TaskBuffer) -> None:
+    assert one.names == other.names
+    assert one.counts().tolist() == other.counts().tolist()
+    drawn = [b.gather(draw(b, 5, [1], 6, 2, 2).at(0)) for b in (one, other)]
+    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(drawn[0]), tree_leaves(drawn[1]), strict=True))
+
+
+@given(SIZES, st.booleans())
+def test_state_round_trip(sizes: list[int], opened: bool):
+    buffer, other = filled(sizes), TaskBuffer()
+    if opened:
+        buffer.begin("open")
+    other.load_state_dict(buffer.state_dict())
+    assert other.mark() == buffer.mark()
+    for one in (buffer, other):  # and both go on alike, on their own
+        one.append(Batch(torch.full((2,), 77), torch.full((2,), 78)))
+    assert_same(buffer, other)
+    buffer.store.take(slice(0, 1)).x.fill_(-9)
+    assert (other.store.take(slice(0, 1)).x >= 0).all()
+
+
+def test_state_without_data():
+    buffer, other = filled([3, 4]), filled([3, 4])
+    state = buffer.state_dict(data=False)
+    assert not any(isinstance(leaf, Tensor) for leaf in tree_leaves(state))
+    other.load_state_dict(state)
+    assert_same(buffer, other)
+    with pytest.raises(ValueError, match=r"without its data, of 7 datapoints, and 3 are here; observe the same data"):
+        filled([3]).load_state_dict(state)
+
+
+def test_state_of_an_empty_buffer():
+    buffer = filled([3])
+    buffer.load_state_dict(TaskBuffer().state_dict())
+    assert len(buffer) == 0
+    assert buffer.draw(0, [0], 1, 1, 1) is None
+    assert buffer.current() is None

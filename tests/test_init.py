@@ -1,0 +1,26 @@
+"""The public names are frozen: a new one, or one that goes, is a decision."""
+
+import metaleader
+
+
+def test_public_names():
+    assert sorted(metaleader.__all__) == [
+        "Batch",
+        "FTL",
+        "FTML",
+        "Learner",
+        "Record",
+        "Scratch",
+        "TOE",
+        "Task",
+        "TaskBuffer",
+        "TaskStream",
+        "adapt",
+        "losses",
+        "meta_gradient",
+        "models",
+        "play",
+        "recency",
+        "streams",
+    ]
+    assert all(hasattr(metaleader, name) for name in metaleader.__all__)

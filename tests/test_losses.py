@@ -1,0 +1,46 @@
+import functools
+
+import pytest
+import torch
+from oracles import assert_close, labels, normal
+from torch.nn import functional as F
+
+from metaleader.losses import cross_entropy, squared_error, takes_labels, unsmoothed
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_cross_entropy_is_torchs(smoothing: float, dtype: torch.dtype):
+    logits, target = 3 * normal("logits", 7, 4), labels("y", 4, 7)
+    expected = F.cross_entropy(logits, target, reduction="none", label_smoothing=smoothing)
+    assert_close(cross_entropy(logits, target.to(dtype), smoothing), expected, 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 4), (6, 2, 3)])
+def test_squared_error_averages_the_outputs_of_a_datapoint(shape: tuple[int, ...]):
+    prediction, target = normal("p", *shape), normal("t", *shape)
+    error = squared_error(prediction, target)
+    assert error.shape == (6,)
+    assert_close(error.mean(), F.mse_loss(prediction, target), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "prediction", "target", "message"),
+    [
+        (squared_error, torch.ones(3, 1), torch.ones(3), r"\(3, 1\) and target \(3,\)"),
+        (cross_entropy, torch.ones(3, 2), torch.zeros(2, dtype=torch.int64), r"\(3, 2\) and \(2,\)"),
+        (cross_entropy, torch.ones(3), torch.zeros(3, dtype=torch.int64), r"logits \(N, classes\)"),
+        (cross_entropy, torch.ones(3, 2), torch.zeros(3), r"y\.long\(\)"),
+        (cross_entropy, torch.ones(3, 2), torch.zeros(3, dtype=torch.bool), "integer labels"),
+    ],
+)
+def test_wrong_shapes_and_dtypes(loss, prediction: torch.Tensor, target: torch.Tensor, message: str):
+    with pytest.raises(ValueError, match=message):
+        loss(prediction, target)
+
+
+def test_the_reported_loss_has_no_smoothing():
+    smoothed = functools.partial(cross_entropy, smoothing=0.1)
+    assert unsmoothed(smoothed) is cross_entropy
+    assert unsmoothed(squared_error) is squared_error
+    assert [takes_labels(loss) for loss in (cross_entropy, smoothed, squared_error)] == [True, True, False]

@@ -1,0 +1,114 @@
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metaleader import tasks
+from metaleader.tasks import Batch, Task, TaskStream, check_alike, check_batch, rng
+
+
+def batch(rows: int = 3) -> Batch:
+    return Batch(torch.ones(rows, 2), torch.zeros(rows, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "x", [np.ones((2, 3)), [np.ones(2)], {"a": np.ones(2), "b": torch.ones(2, 4)}, (np.ones(2), torch.ones(2, 1))]
+)
+def test_array_likes_become_tensors(x: Any):
+    checked = check_batch(Batch(x, np.arange(2)), "here")
+    assert all(isinstance(leaf, torch.Tensor) for leaf in tasks.tree_leaves(checked))
+    assert tasks.num_rows(checked) == 2
+    if isinstance(x, dict | tuple | list):
+        assert type(checked.x) is type(x)
+
+
+def test_a_batch_is_cut_off_from_autograd_and_keeps_its_dtype():
+    checked = check_batch(Batch(torch.ones(2, 1, requires_grad=True), torch.zeros(2, dtype=torch.uint8)), "here")
+    assert not checked.x.requires_grad
+    assert checked.y.dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (torch.ones(0, 2), torch.ones(0), "empty"),
+        (torch.ones(3, 2), torch.ones(2), r"\[2, 3\] rows"),
+        ({"a": torch.ones(3), "b": torch.ones(4)}, torch.ones(3), r"\[3, 4\] rows"),
+        (torch.tensor([[1.0, float("nan")]]), torch.ones(1), "x holds 1 NaN or infinite"),
+        (torch.ones(2), torch.tensor([1.0, float("inf")]), "y holds 1 NaN or infinite"),
+        (torch.tensor(1.0), torch.ones(1), "x holds a single value"),
+        ([1.0, 2.0], torch.ones(2), "x holds a single value; .*a list is taken for several"),
+        (["a", "b"], torch.ones(2), "x is not numeric: got str"),
+        (torch.ones(1, dtype=torch.complex64), torch.ones(1), "complex"),
+        ({}, torch.ones(1), "holds no tensor"),
+        (None, torch.ones(1), "not numeric: got NoneType"),
+    ],
+)
+def test_what_cannot_be_a_batch_is_refused(x: Any, y: Any, message: str):
+    with pytest.raises(ValueError, match=f"here: .*{message}"):
+        check_batch(Batch(x, y), "here")
+
+
+@given(
+    row=st.integers(0, 4), column=st.integers(0, 1), bad=st.sampled_from([float("nan"), float("inf"), -float("inf")])
+)
+def test_a_bad_value_anywhere_is_found(row: int, column: int, bad: float):
+    x = torch.ones(5, 2)
+    x[row, column] = bad
+    with pytest.raises(ValueError, match="1 NaN or infinite"):
+        check_batch(Batch(x, torch.zeros(5)), "observe")
+
+
+def test_task_checks_its_parts_and_stays_as_it_is():
+    task = Task("a", Batch(np.ones((3, 2)), np.arange(3)), batch(), ids=torch.arange(3))
+    assert isinstance(task.train.x, torch.Tensor)
+    with pytest.raises(AttributeError):
+        task.name = "b"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Task("a", batch(), batch(0)), "task 'a', test: the batch is empty"),
+        (lambda: Task("a", torch.ones(3), batch()), "train must be a Batch"),  # pyright: ignore[reportArgumentType]
+        (lambda: Task("a", batch(), (1, 2, 3)), "test must be a Batch"),  # pyright: ignore[reportArgumentType]
+        (lambda: Task("a", batch(), batch(), ids=torch.arange(2)), "2 ids for 3"),
+    ],
+)
+def test_task_refuses(make: Callable[[], Task], message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_list_of_tasks_is_a_stream():
+    assert isinstance([Task("a", batch(), batch())], TaskStream)
+    assert not isinstance(3, TaskStream)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Batch(torch.ones(3, 3), batch().y),
+        Batch(torch.ones(3, 2, dtype=torch.float64), batch().y),
+        Batch((torch.ones(3, 2),), batch().y),
+        Batch(batch().x, torch.zeros(3, 1, dtype=torch.int64)),
+    ],
+)
+def test_batches_of_a_learner_are_alike(other: Batch):
+    check_alike(batch(5), batch(3), "observe")
+    with pytest.raises(ValueError, match=r"observe: [xy] has rows of .* earlier datapoints have"):
+        check_alike(other, batch(), "observe")
+
+
+def test_rng_depends_on_purpose_and_key_alone():
+    def first(*key: Any) -> float:
+        return rng(*key).random()
+
+    again = first("draw", 1, 2)
+    drawn = [first("draw", 1, 2), first("draw", 1, 3), first("draw", 2, 2), first("drav", 1, 2), first("draw", 12)]
+    assert drawn[0] == again
+    assert len(set(drawn)) == len(drawn)
