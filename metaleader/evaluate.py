@@ -46,7 +46,7 @@ def play(learner: Any, stream: TaskStream | Sequence[Task], reveal: int = 20, **
     """Play a stream: reveal data, let the learner observe, adapt, measure on held-out data.
 
     The learner is handed training batches only. In the regret protocol w_t is fixed while round t is measured: the data
-    is only kept, and the round's updates come after its last measurement.
+    is only kept, and the round's updates come when the next round begins.
 
     Args:
         learner: changed as it learns.
@@ -105,8 +105,12 @@ def play_together(
         _check_tasks(tasks, t)
         for learner, task in zip(learners, tasks, strict=True):
             _begin(learner, task)
+        if regret and t > 0:
+            # Task t-1 is over: it is among the past tasks now, also for a learner that trains on those alone.
+            for _ in range(0, _revealed(streams[0][t - 1], reveal, reveals), reveal):
+                _update(learners)
         needed: list[int | None] = [None] * len(tasks)
-        stop = min(num_rows(tasks[0].train), reveal * (reveals or num_rows(tasks[0].train)))
+        stop = _revealed(tasks[0], reveal, reveals)
         for first in range(0, stop, reveal):
             datapoints = min(first + reveal, stop)
             _observe(learners, tasks, slice(first, datapoints), update=not regret)
@@ -123,8 +127,6 @@ def play_together(
                 protocol = "regret" if regret else "online"
                 records.append(Record(protocol, t, task.name, datapoints, value, accuracy, needed[r], values))
             yield records
-        for _ in range(0, stop if regret else 0, reveal):
-            _update(learners)
 
 
 def preload(learner: Any, stream: TaskStream | Sequence[Task], tasks: int, datapoints: int | None = None) -> None:
@@ -199,6 +201,11 @@ def _update(learners: Sequence[Any]) -> None:
         learners[0].update()
     else:
         update_together(learners)
+
+
+def _revealed(task: Task, reveal: int, reveals: int | None) -> int:
+    num = num_rows(task.train)
+    return num if reveals is None else min(num, reveal * reveals)
 
 
 def _meets(values: dict[str, float], gamma: float | None) -> bool:

@@ -139,6 +139,8 @@ class Learner(ABC):
         self._engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
         self._objective = Objective(self._network.loss_fn)
         self.step = 0
+        # The update that `meta_lr` counts from; a learner that starts anew moves it.
+        self._schedule_start = 0
         self.round = -1
         self.task: str | None = None
 
@@ -348,7 +350,9 @@ class Learner(ABC):
 
     def _what_to_lower(self) -> str:
         procedure = self._adaptation()
-        return f"meta_lr ({self._lr(self.step)})" + (f" or inner_lr ({procedure.lr})" if procedure else "")
+        return f"meta_lr ({self._lr(self.step - self._schedule_start)})" + (
+            f" or inner_lr ({procedure.lr})" if procedure else ""
+        )
 
     def _lr(self, number: int) -> float:
         return next(lr for start, lr in reversed(self._meta_lr) if start <= number)
@@ -361,7 +365,7 @@ class Learner(ABC):
         for name, value in self.params.items():
             value.grad = gradient[name] if scale is None else gradient[name] * scale
         for group in self._optimizer.param_groups:
-            group["lr"] = self._lr(number)
+            group["lr"] = self._lr(number - self._schedule_start)
         self._optimizer.step()
         for value in self.params.values():
             value.grad = None
@@ -384,11 +388,13 @@ class Learner(ABC):
         for name, value in module.named_parameters():
             self.params[name].copy_(value.detach())
         self._optimizer = self._new_optimizer()
+        self._schedule_start = self.step
 
     def _training_state(self) -> dict[str, Any]:
         optimizer = self._optimizer.state_dict()
         return {
             "step": self.step,
+            "schedule_start": self._schedule_start,
             "params": {name: value.clone() for name, value in self.params.items()},
             "optimizer": {
                 "state": {str(i): _plain(values) for i, values in optimizer["state"].items()},
@@ -400,7 +406,7 @@ class Learner(ABC):
         }
 
     def _restore_training_state(self, state: Mapping[str, Any]) -> None:
-        self.step = state["step"]
+        self.step, self._schedule_start = state["step"], state["schedule_start"]
         for name, value in self.params.items():
             value.copy_(state["params"][name])
         self._optimizer = self._new_optimizer()
