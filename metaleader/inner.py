@@ -43,6 +43,7 @@ def adapt(
         only: which parameters move: None for all, "last" for the last layer, or a name pattern such as "head.*".
         noise: integers, (steps,), one handed to `loss_fn` as its third argument at each step, for dropout.
 
+    >>> import torch
     >>> loss_fn = lambda params, batch: (params["w"] - batch).square().sum()
     >>> adapt(loss_fn, {"w": torch.tensor(0.0)}, torch.tensor(1.0), lr=0.25, steps=2)
     {'w': tensor(0.7500)}

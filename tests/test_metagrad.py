@@ -238,6 +238,15 @@ def test_chunks_bound_the_memory():
     assert parts.peak < 0.6 * whole.peak
 
 
+@pytest.fixture
+def one_thread():
+    """Threads wait for each other on a busy machine, many times longer than they work."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.mark.parametrize("name", ["mlp", "conv", "multihead attention"])
 def test_replicas_side_by_side_equal_separate_calls(name: str):
     replicas = [setting(name, 0.4) for _ in range(3)]
@@ -260,6 +269,7 @@ def test_replicas_side_by_side_equal_separate_calls(name: str):
         assert_close(together[2][i], alone[2], 1e-12)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_memory_hardly_grows_with_the_number_of_inner_steps():
     network = Network(models.conv_net(10), losses.cross_entropy)
     batch = Batch(normal("x", 25, 10, 3, 28, 28, dtype=torch.float32), labels("y", 10, 25, 10))
