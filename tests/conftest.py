@@ -7,6 +7,9 @@ import hypothesis
 import pytest
 import torch
 
+# The tensors here are small: a second thread costs more than it brings.
+torch.set_num_threads(1)
+
 # Timing on a shared machine says nothing; and a failure must come again on the next run.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("default", deadline=None)

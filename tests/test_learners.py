@@ -106,8 +106,6 @@ class Slow:
         self.buffer.append(batch)
         for _ in range(SIZES["meta_steps"] * (2 if self.row.scratch else 1)):
             num_tasks, query = SIZES["tasks_per_step"], SIZES["query"]
-            if self.row.scratch:
-                num_tasks, query = 1, min(num_tasks * query, int(self.buffer.counts()[-1]))
             which: Any = self.row.which
             draw = self.buffer.draw(SEED, [self.step], num_tasks, self.row.support, query, which=which)
             if draw is None:
