@@ -128,7 +128,11 @@ def hindsight(
     def objective(params: Params) -> tuple[Tensor, Params]:
         return meta_gradient(loss_fn, params, *tasks, inner_lr, inner_steps, chunk=chunk, only=only)
 
-    found = _minimise(objective, {**network.params(), **(start or {})}, tolerance, max_evaluations)
+    own = network.params()
+    if start is not None and start.keys() != own.keys():
+        raise ValueError(f"start has {sorted(start)}, the model has {sorted(own)}; pass params of the same model")
+    begin = own if start is None else to_device(dict(start), device)
+    found = _minimise(objective, begin, tolerance, max_evaluations)
 
     def one_loss(support: Any, query: Any) -> Tensor:
         return loss_fn(adapt(loss_fn, found.params, support, inner_lr, inner_steps, only=only), query)
@@ -223,10 +227,10 @@ def _minimise(
                 for _ in range(steps):
                     optimizer.step(evaluate)  # pyright: ignore[reportCallIssue, reportArgumentType]
                 evaluate()
-                gained = best_loss < before_block * (1 - tolerance)
+                gained = before_block - best_loss > tolerance * abs(before_block)
             for name, value in params.items():
                 value.copy_(best[name])
-        gain = 1 - best_loss / before_pass if before_pass > 0 else 0.0
+        gain = (before_pass - best_loss) / abs(before_pass) if before_pass else 0.0
         converged = gain <= tolerance and evaluations < max_evaluations
     evaluate()
     gradients = [value.grad.square().sum() for value in params.values() if value.grad is not None]

@@ -17,13 +17,15 @@ from metaleader.theory.checks import (
     Check,
     logistic_example,
     logistic_scan,
+    newton_checks,
     quadratic_checks,
     regret_checks,
     theorem_checks,
 )
-from metaleader.theory.convexity import Constants, StepSizeWarning
+from metaleader.theory.convexity import Constants, StepSizeWarning, quadratic_constants
 from metaleader.theory.families import BETA, FAMILIES, draw
 from metaleader.theory.online import Simulation, simulate
+from metaleader.theory.quadratics import Quadratics
 
 
 def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 5, alpha_factor: float = 1.0) -> int:
@@ -49,6 +51,7 @@ def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 
         simulations = {name: _play(name, rounds, seeds, alpha_factor) for name in FAMILIES}
         sections = [list(quadratic_checks(alpha_factor)), list(theorem_checks(alpha_factor))]
         sections += [list(regret_checks({name: played})) for name, played in simulations.items()]
+        sections += [list(newton_checks(alpha_factor, max(32, min(256, rounds // 8))))]
     for message in sorted({str(warning.message) for warning in caught}):
         console.print(f"warning: {message}", style="yellow", soft_wrap=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -62,7 +65,7 @@ def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 
     ):
         written += figures.save(figure, out, name)
     constants = {name: played.constants for name, played in simulations.items()}
-    console.print(_constants_table(constants | {"logistic (not played)": logistic_constants}))
+    console.print(_constants_table(constants | {"logistic": logistic_constants}))
     console.print(_regret_table(simulations))
     console.print(_check_table(sections))
     for path in written:
@@ -75,8 +78,8 @@ def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 
 
 def _play(family: str, rounds: int, seeds: int, alpha_factor: float) -> Simulation:
     pairs = draw(family, rounds, seeds, alpha_factor / (2 * BETA))
-    admissible = simulate(pairs) if alpha_factor == 1 else None
-    return admissible or simulate(pairs, alpha_factor * simulate(pairs).alpha)
+    both = Quadratics.stack([pairs.query, pairs.support])
+    return simulate(pairs, alpha_factor * quadratic_constants(both, radius=1.0).alpha)
 
 
 def _csv(simulations: Mapping[str, Simulation]) -> str:

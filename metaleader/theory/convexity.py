@@ -164,7 +164,7 @@ def minimise(
     alpha: float,
     inner_steps: int = 1,
     tolerance: float = 1e-10,
-    max_iterations: int = 100_000,
+    max_iterations: int = 10_000,
 ) -> Tensor:
     """Minimise the meta-objective by accelerated gradient descent through `meta_gradient`, to a certified distance.
 

@@ -16,7 +16,7 @@ from metaleader.tasks import rng
 from metaleader.theory.quadratics import Quadratics, linear_regression, quadratics
 
 MU, BETA, DIMENSION = 0.25, 2.0, 4
-_PERIOD, _POOL = 100, 50
+_TURNS, _POOL = 20, 50
 
 
 class Pairs(NamedTuple):
@@ -83,9 +83,9 @@ def _stationary(rounds: int, seed: int, alpha: float) -> Pairs:
 
 
 def _drifting(rounds: int, seed: int, alpha: float) -> Pairs:
-    """The centre of the minimisers goes round a circle, once every 100 rounds."""
+    """The centre of the minimisers goes round a circle, 20 times in all."""
     random = rng("theory drifting", seed)
-    angle = 2 * np.pi * np.arange(rounds) / _PERIOD
+    angle = 2 * np.pi * np.arange(rounds) * _TURNS / rounds
     centre = np.zeros((rounds, DIMENSION))
     centre[:, 0], centre[:, 1] = np.cos(angle), np.sin(angle)
     return _exact(bowls(random, 1 + centre + in_ball(random, rounds) / 2, *_everywhere(rounds)))
@@ -107,12 +107,12 @@ def _adversarial(rounds: int, seed: int, alpha: float) -> Pairs:
 
 
 def _correlated(rounds: int, seed: int, alpha: float) -> Pairs:
-    """Steep tasks have their minimisers on one side, flat ones on the other."""
+    """Every other task is steep and has its minimiser on one side; the flat ones have theirs on the other."""
     random = rng("theory correlated", seed)
-    steep = random.random(rounds) < 0.5
+    steep = np.arange(rounds) % 2 == 0
     side = np.where(steep, 1.0, -1.0)[:, None] * np.eye(DIMENSION)[0]
     low, high = np.where(steep, BETA / 2, MU), np.where(steep, BETA, 2 * MU)
-    return _exact(bowls(random, 1 + side + in_ball(random, rounds) / 2, low, high))
+    return _exact(bowls(random, 1 + 2 * side + in_ball(random, rounds) / 2, low, high))
 
 
 def _few_shot(rounds: int, seed: int, alpha: float) -> Pairs:

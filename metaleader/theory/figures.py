@@ -83,8 +83,8 @@ def minimiser_figure() -> Figure:
     ax = figure.subplots()
     grid = torch.stack(
         torch.meshgrid(
-            torch.linspace(-2.4, 3.0, 300, dtype=torch.float64),
-            torch.linspace(-2.4, 2.2, 300, dtype=torch.float64),
+            torch.linspace(-2.5, 3.0, 300, dtype=torch.float64),
+            torch.linspace(-2.5, 2.5, 300, dtype=torch.float64),
             indexing="xy",
         ),
         dim=-1,

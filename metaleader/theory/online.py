@@ -7,7 +7,6 @@ Round t's parameters are chosen before f_t is seen. Both terms are in closed for
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -80,9 +79,9 @@ def simulate(pairs: Pairs, alpha: float | None = None) -> Simulation:
     constants = quadratic_constants(both, radius=2 * float(torch.linalg.vector_norm(tasks.minimiser(), dim=-1).max()))
 
     sums = meta.cumsum(1)
-    best = sums.minimiser()
+    best = _leaders(sums)
     hindsight = sums.value(best)
-    meta_leader, leader = _before(best), _before(tasks.cumsum(1).minimiser())
+    meta_leader, leader = _before(best), _before(_leaders(tasks.cumsum(1)))
     streaming = _online_gradient_descent(meta, constants)
     losses = {
         FTML: meta.value(meta_leader),
@@ -122,17 +121,21 @@ def doublings(regret: Tensor, number: int = 4) -> tuple[list[int], Tensor]:
 
 
 def growth(regret: Tensor) -> float:
-    """The exponent p of R(2T) - R(T) ~ T^p, by least squares: 0 for a logarithm, 1/2 for a root, 1 for linear regret.
+    """The exponent p of |R(2T) - R(T)| ~ T^p, by least squares: 0 for a logarithm, 1/2 for a root, 1 for linear regret.
 
-    Minus infinity for a regret that falls at the end, as that of a learner that follows a drift does.
+    The size counts, not the sign: a learner that follows a drift may gain on every fixed comparator for a while.
     """
     starts, differences = doublings(regret)
-    if differences[-1] <= 0:
-        return -math.inf
     x = torch.log(torch.tensor(starts, dtype=torch.float64))
-    y = torch.log(differences.clamp(min=0.01 * float(differences[-1])))
+    size = differences.abs()
+    y = torch.log(size.clamp(min=0.01 * float(size.max())))
     x = x - x.mean()
     return float((x * y).sum() / (x * x).sum())
+
+
+def _leaders(sums: Quadratics) -> Tensor:
+    """The minimiser of every sum; of several, that of the least norm: above the bound a sum may be flat somewhere."""
+    return -(torch.linalg.pinv(sums.A, rtol=1e-12, hermitian=True) @ sums.b[..., None])[..., 0]
 
 
 def _before(leaders: Tensor) -> Tensor:

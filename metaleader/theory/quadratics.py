@@ -136,7 +136,7 @@ def linear_regression(x: Tensor, y: Tensor) -> Quadratics:
         ValueError: when the features of a task do not span all d dimensions, so that A is not positive definite.
 
     >>> x, y = torch.tensor([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]]), torch.tensor([3.0, 5.0, 7.0])
-    >>> linear_regression(x, y).minimiser()
+    >>> linear_regression(x, y).minimiser().round(decimals=6)
     tensor([2., 1.], dtype=torch.float64)
     """
     x, y = torch.as_tensor(x, dtype=torch.float64), torch.as_tensor(y, dtype=torch.float64)
