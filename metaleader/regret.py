@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.evaluate import ADAPTATION_STEPS, Record
 from metaleader.inner import Params, StepSize, adapt
@@ -111,7 +111,7 @@ def hindsight(
             f"tolerance must be positive and max_evaluations at least 1, got {tolerance} and {max_evaluations}"
         )
     support, query = _stacked([stream[t] for t in range(num_rounds)], datapoints, device)
-    size = num_rows(support.y[0])
+    size, held_out = (tree_leaves(part.y)[0].shape[1] for part in (support, query))
     network = Network(initial_module(model, 0, 0), loss)
     network.module.to(device)
     metric = unsmoothed(loss)
@@ -147,7 +147,6 @@ def hindsight(
             UnconvergedWarning,
             stacklevel=2,
         )
-    held_out = num_rows(query.y[0])
     return Hindsight(
         params=found.params,
         losses=losses,

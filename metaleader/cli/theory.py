@@ -65,7 +65,7 @@ def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 
     ):
         written += figures.save(figure, out, name)
     constants = {name: played.constants for name, played in simulations.items()}
-    console.print(_constants_table(constants | {"logistic": logistic_constants}))
+    console.print(_constants_table(constants | {"logistic (Theorem 1)": logistic_constants}))
     console.print(_regret_table(simulations))
     console.print(_check_table(sections))
     for path in written:

@@ -109,20 +109,20 @@ def theorem_checks(alpha_factor: float = 1.0, instances: int = 100) -> Iterator[
     pairs = random_pairs(instances, 0)
     quadratic = quadratic_constants(Quadratics.stack([pairs.query, pairs.support]), radius=3.0)
     logistic_f, logistic_support, logistic_constant = logistic_example()
-    for name, loss_fn, f, support, constants in (
-        ("quadratics", quadratic_loss, pairs.query, pairs.support, quadratic),
-        ("logistic", logistic_loss, logistic_f, logistic_support, logistic_constant),
+    for name, d, loss_fn, f, support, constants in (
+        ("quadratics", DIMENSION, quadratic_loss, pairs.query, pairs.support, quadratic),
+        ("logistic", 2, logistic_loss, logistic_f, logistic_support, logistic_constant),
     ):
         alpha = alpha_factor * constants.alpha
         constants.check_alpha(alpha)
-        dimension = DIMENSION if name == "quadratics" else 2
-        points = domain_points(constants.radius, dimension)
+        points = domain_points(constants.radius, d)
         eigenvalues = meta_eigenvalues(loss_fn, points, support, f, alpha)
         least, most = float(eigenvalues.min()), float(eigenvalues.max())
         yield at_least("Theorem 1", f"{name}: smallest eigenvalue of the meta-Hessian", least, constants.meta_mu)
         yield at_most("Theorem 1", f"{name}: largest eigenvalue of the meta-Hessian", most, constants.meta_beta)
-        ratio = contraction(loss_fn, points, points.roll(1, 0), support, alpha) / (1 - alpha * constants.mu)
-        yield at_most("lemma 4", f"{name}: |U(v) - U(w)| / ((1 - alpha mu) |v - w|)", float(ratio.max()), 1 + 1e-9)
+        ratio = float(contraction(loss_fn, points, points.roll(1, 0), support, alpha).max())
+        limit = 1 - alpha * constants.mu + 1e-9
+        yield at_most("lemma 4", f"{name}: |U(v) - U(w)| / |v - w| is at most 1 - alpha mu", ratio, limit)
 
     doubled = pairs.query.adapted(2 * quadratic.alpha)
     least = float(torch.linalg.eigvalsh(doubled.A).min())

@@ -69,9 +69,11 @@ def regret_figure(simulations: Mapping[str, Simulation]) -> Figure:
         Line2D([], [], color=colour, linestyle=style, linewidth=2, label=name)
         for name, (colour, style) in _STYLES.items()
     ]
-    handles.append(Line2D([], [], color=_GREY, linewidth=1, label="gradient bound"))
-    handles.append(Line2D([], [], color=_GREY, linestyle=(0, (6, 2)), linewidth=1, label="32 G²/µ (1 + log T)"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    handles.append(Line2D([], [], color=_GREY, linewidth=1, label="gradient bound of FTML"))
+    handles.append(
+        Line2D([], [], color=_GREY, linestyle=(0, (6, 2)), linewidth=1, label="corollary 2: 32 G²/µ (1 + log T)")
+    )
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8.5)
     return figure
 
 

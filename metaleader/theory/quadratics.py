@@ -8,7 +8,7 @@ is asked of the meta-objective (A-dagger, b-dagger, its minimiser, its value) is
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,10 +71,6 @@ class Quadratics(NamedTuple):
         A = power @ self.A @ power
         return Quadratics((A + A.mT) / 2, _apply(power, self.gradient(shift)), self.value(shift))
 
-    def sum(self, dim: int = 0) -> Quadratics:
-        """The sum of the functions along a leading dimension."""
-        return Quadratics(*(part.sum(dim) for part in self))
-
     def mean(self, dim: int = 0) -> Quadratics:
         """The mean of the functions along a leading dimension."""
         return Quadratics(*(part.mean(dim) for part in self))
@@ -86,8 +82,8 @@ class Quadratics(NamedTuple):
     def _times(self, w: Tensor) -> Tensor:
         return _apply(self.A, w)
 
-    @classmethod
-    def stack(cls, parts: list[Self]) -> Quadratics:
+    @staticmethod
+    def stack(parts: list[Quadratics]) -> Quadratics:
         """Several of one shape, under a new leading dimension."""
         return Quadratics(*(torch.stack(part) for part in zip(*parts, strict=True)))
 
