@@ -36,7 +36,7 @@ def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 
         rounds: T, the number of rounds that are played, at least 32.
         seeds: How many streams of each family are played.
         alpha_factor: The inner step size as a multiple of Theorem 1's bound. Above 1 nothing is promised, and checks
-            fail.
+            may fail.
 
     Returns:
         0, or 1 if a check fails.
