@@ -1,0 +1,75 @@
+"""Linear regression, y = w_t'x + noise: the stream whose losses are quadratics with known answers (appendix A)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from metaleader.tasks import Batch, Task, rng
+
+
+@dataclass(frozen=True)
+class QuadraticStream:
+    """A stream of linear-regression tasks; the last feature is the constant 1.
+
+    Every task has weights of its own, uniform in a ball, and features of its own scale: the tasks differ in the
+    curvature of their losses, not only in their minimisers.
+
+    Attributes:
+        tasks: the number of tasks.
+        train: datapoints revealed of each task.
+        test: held-out datapoints of each task.
+        features: the number of features, the constant included.
+        spread: the radius of the ball of weights, around the vector of ones.
+        scale: the range that the scale of a task's features is drawn from, uniformly.
+        noise: the standard deviation of noise on the training targets.
+        seed: `stream[t]` depends on seed and t alone.
+
+    >>> stream = QuadraticStream(tasks=3, train=20, test=100, features=4)
+    >>> len(stream), stream[0].train.x.shape, stream[0].test.y.shape
+    (3, torch.Size([20, 4]), torch.Size([100, 1]))
+    """
+
+    tasks: int = 60
+    train: int = 20
+    test: int = 200
+    features: int = 4
+    spread: float = 1.0
+    scale: tuple[float, float] = (0.7, 1.4)
+    noise: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tasks", "train", "test", "features"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.noise < 0 or self.spread < 0 or self.seed < 0:
+            raise ValueError(
+                f"noise, spread and seed must not be negative, got {self.noise}, {self.spread} and {self.seed}"
+            )
+        if not 0 < self.scale[0] <= self.scale[1]:
+            raise ValueError(f"scale must be a range of positive numbers, got {self.scale}")
+
+    def __len__(self) -> int:
+        return self.tasks
+
+    def __getitem__(self, t: int) -> Task:
+        if not 0 <= t < self.tasks:
+            raise IndexError(f"round {t} of a stream of {self.tasks} tasks")
+        draw = rng("quadratic", self.seed, t)
+        direction = draw.standard_normal(self.features)
+        distance = self.spread * draw.random() ** (1 / self.features)
+        weights = 1 + distance * direction / np.linalg.norm(direction)
+        scale = draw.uniform(*self.scale)
+
+        def sample(num: int, noise: float) -> Batch:
+            # Uniform with unit variance, so that the losses are bounded on a bounded domain.
+            x = scale * draw.uniform(-np.sqrt(3), np.sqrt(3), (num, self.features))
+            x[:, -1] = 1
+            y = x @ weights[:, None] + noise * draw.standard_normal((num, 1))
+            return Batch(torch.from_numpy(x).float(), torch.from_numpy(y).float())
+
+        train = sample(self.train, self.noise)
+        return Task(f"regression {t}", train, sample(self.test, 0.0))
