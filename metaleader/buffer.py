@@ -68,6 +68,8 @@ class TaskBuffer:
         weights: nu^t, the distribution over the tasks seen; uniform if None.
     """
 
+    kind = "tasks"
+
     def __init__(self, device: torch.device | str = "cpu", weights: Weights | None = None) -> None:
         self.device = torch.device(device)
         self.weights = weights
@@ -152,7 +154,7 @@ class TaskBuffer:
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:
         """Everything kept; with `data=False` only the bookkeeping, for a checkpoint whose stream rebuilds the data."""
-        state = {"kind": "tasks", "names": list(self.names), "starts": list(self.starts), "open": self._open}
+        state = {"kind": self.kind, "names": list(self.names), "starts": list(self.starts), "open": self._open}
         return state | self.store.state_dict(data)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
