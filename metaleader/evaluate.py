@@ -28,7 +28,8 @@ class Record:
         accuracy: the fraction classified correctly; None for regression.
         needed: the datapoints at the first record of this round that met the threshold; None while none has.
         more: the same for other numbers of adaptation steps (`loss_1`, `accuracy_1`, ...), and, where the net has batch
-            norm, with statistics of D_t (`loss_task`, `accuracy_task`).
+            norm, with statistics of D_t (`loss_task`, `accuracy_task`). For tasks with ids, `new_datapoints`: how many
+            of D_t's datapoints no earlier task had.
     """
 
     protocol: Literal["online", "regret"]
@@ -69,7 +70,7 @@ def play(
         measure_at: measure only at these sizes of D_t; at every reveal if None.
         regret: follow the regret protocol.
         loss: the loss to report; the learner's own without label smoothing if None.
-        start: the first round to play, for a learner that was restored.
+        start: the first round to play, for a learner that was restored or had earlier tasks preloaded.
 
     Yields:
         A record for each measured reveal.
@@ -84,18 +85,19 @@ def play(
     for t in range(start, len(stream)):
         task = stream[t]
         _check_task(task, t)
-        learner.begin(task.name)
+        _begin(learner, task)
         needed = None
         stop = num_rows(task.train) if reveals is None else min(num_rows(task.train), reveal * reveals)
         updates_due = 0
         for first in range(0, stop, reveal):
-            batch = rows(task.train, slice(first, min(first + reveal, stop)))
-            learner.observe(batch.x, batch.y, update=not regret)
+            _observe(learner, task, slice(first, min(first + reveal, stop)), update=not regret)
             updates_due += 1
             datapoints = min(first + reveal, stop)
             if measure_at is not None and datapoints not in measure_at:
                 continue
             values = measure(learner, task.test, metric, steps)
+            if task.ids is not None and hasattr(learner, "num_new"):
+                values["new_datapoints"] = learner.num_new
             met = gamma is not None and (
                 values["accuracy"] >= gamma if "accuracy" in values else values["loss"] <= gamma
             )
@@ -114,6 +116,29 @@ def play(
         if regret:
             for _ in range(updates_due):
                 learner.update()
+
+
+def preload(learner: Any, stream: TaskStream | Sequence[Task], tasks: int, datapoints: int | None = None) -> None:
+    """Warm start: keep the first tasks of a stream in the learner's memory, without updates; then play from there on.
+
+    The authors' warm starts: `preload(learner, stream, 20, 200)` and `play(..., start=20)` on Rainbow and pose, and
+    `preload(learner, stream, 16)`, the first 20 classes, with `start=16` on 5-way CIFAR-100.
+
+    Args:
+        learner: gets the data.
+        stream: a sequence of tasks.
+        tasks: how many.
+        datapoints: how many of each task; all if None.
+    """
+    if not 0 <= tasks <= len(stream) or (datapoints is not None and datapoints < 1):
+        raise ValueError(
+            f"cannot preload {tasks} tasks of {datapoints} datapoints from a stream of {len(stream)} tasks"
+        )
+    for t in range(tasks):
+        task = stream[t]
+        _check_task(task, t)
+        _begin(learner, task)
+        _observe(learner, task, slice(0, datapoints), update=False)
 
 
 @torch.no_grad()
@@ -136,6 +161,21 @@ def _scores(net: nn.Module, test: Batch, metric: Loss, suffix: str) -> dict[str,
     if takes_labels(metric) or (_integers(test.y) and prediction.ndim == 2 and prediction.shape[1] > 1):
         scores[f"accuracy{suffix}"] = (prediction.argmax(1) == test.y).float().mean()
     return scores
+
+
+def _begin(learner: Any, task: Task) -> None:
+    if task.classes is None:
+        learner.begin(task.name)
+    else:
+        learner.begin(task.name, classes=task.classes)
+
+
+def _observe(learner: Any, task: Task, part: slice, update: bool) -> None:
+    batch = rows(task.train, part)
+    if task.ids is None:
+        learner.observe(batch.x, batch.y, update=update)
+    else:
+        learner.observe(batch.x, batch.y, ids=task.ids[part], update=update)
 
 
 def _integers(y: Any) -> bool:
