@@ -113,7 +113,7 @@ def _in_memory(name: str, parts: Mapping[str, Tree]) -> dict[str, Tree]:
 
 def _headers(path: Path) -> dict[str, Tree]:
     """Empty tensors of the row counts, shapes and dtypes in a file: they take no memory."""
-    with _Reading(path), zipfile.ZipFile(path) as archive:
+    with _Reading(path), path.open("rb") as opened, zipfile.ZipFile(opened) as archive:
         names = [name.removesuffix(".npy") for name in archive.namelist()]
         _check_parts(str(path), names)
         return {name: _header(archive, name) for name in _PARTS if name in names}
@@ -134,7 +134,7 @@ def _header(archive: zipfile.ZipFile, name: str) -> torch.Tensor:
 
 
 def _load(path: Path) -> dict[str, Tree]:
-    with _Reading(path), np.load(path, allow_pickle=False) as file:
+    with _Reading(path), path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         arrays = {name: file[name] for name in _PARTS if name in file.files}
     return {name: torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) for name, array in arrays.items()}
 

@@ -1,24 +1,22 @@
 """CIFAR-100, from the official archive of pickles or from an npz file, and the 5-way stream over it.
 
-The archive is read in memory, member by member; its pickles go through an unpickler that knows the few functions that
-rebuild numpy arrays and refuses every other name, so that a hostile file runs no code.
+The archive is read in memory, member by member, and nothing of it is written; its pickles run no code.
 """
 
 from __future__ import annotations
 
-import pickle
-import struct
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from metaleader.data import Folder, find
 from metaleader.streams.nway import Labelled, NWayStream
+from metaleader.streams.pickles import load_pickle
 
 # The official grouping; classes are numbered in the alphabetical order of their names.
 SUPERCLASSES: dict[str, tuple[str, ...]] = {
@@ -85,7 +83,7 @@ def read_cifar100(data: Folder = None) -> Labelled:
 def _read_npz(path: Path) -> Labelled:
     names = ("train_images", "train_labels", "test_images", "test_labels")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             absent = [name for name in names if name not in file.files]
             if absent:
                 raise ValueError(f"it has no {', '.join(absent)}")
@@ -127,7 +125,9 @@ def _read_members(archive: tarfile.TarFile, path: Path) -> dict[str, tuple[np.nd
         file = archive.extractfile(member)
         if member.name not in _MEMBERS.values() or file is None:
             continue
-        parts[member.name] = _images_and_labels(load_pickle(file, f"{path}: {member.name}"), f"{path}: {member.name}")
+        parts[member.name] = _images_and_labels(
+            load_pickle(file, member.size, f"{path}: {member.name}"), f"{path}: {member.name}"
+        )
     return parts
 
 
@@ -148,72 +148,3 @@ def _labelled(path: Path, x: np.ndarray, labels: np.ndarray, test_x: np.ndarray,
                 f"{path}: {len(images)} images need as many integer labels, got {given.dtype} {given.shape}"
             )
     return Labelled(x, labels.astype(np.int64), test_x, test_labels.astype(np.int64))
-
-
-def load_pickle(file: IO[bytes], where: str) -> Any:
-    """Load a pickle of plain values and byte arrays; a name of anything else is refused before anything is called.
-
-    Raises:
-        ValueError: for a pickle that names anything else, or that is damaged.
-    """
-    try:
-        return _ArrayUnpickler(file, encoding="bytes").load()
-    except _RefusedError as error:
-        raise ValueError(f"{where} is hostile or damaged: {error}; use the official file") from None
-    except (
-        pickle.UnpicklingError,
-        ArithmeticError,
-        AttributeError,
-        EOFError,
-        ImportError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        struct.error,
-    ) as error:
-        raise ValueError(f"{where} is damaged ({error!r}); use an intact copy") from error
-
-
-class _RefusedError(Exception):
-    """A pickle asked for what no data file needs."""
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    """An unpickler that knows three names of numpy's, and stand-ins for them."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Give a stand-in of ours, never numpy's own object."""
-        stand_in = {"_reconstruct": _ByteArray, "ndarray": "ndarray", "dtype": _DataType}.get(name)
-        if stand_in is None or module not in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray"):
-            raise _RefusedError(f"it names {module}.{name}")
-        return stand_in
-
-
-class _DataType:
-    """Stands in for numpy's dtype in a pickle."""
-
-    __slots__ = ("code",)
-
-    def __init__(self, code: Any, *_: Any) -> None:
-        self.code = code
-
-    def __setstate__(self, state: Any) -> None:
-        """Nothing in the state matters to bytes."""
-
-
-class _ByteArray:
-    """Stands in for an array in a pickle: made empty, then filled."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, *_: Any) -> None:
-        self.array = np.empty(0, np.uint8)
-
-    def __setstate__(self, state: Any) -> None:
-        """Fill the array from (version, shape, dtype, column order, bytes)."""
-        _, shape, dtype, column_order, content = state
-        if not isinstance(dtype, _DataType) or dtype.code not in ("u1", b"u1") or column_order:
-            raise _RefusedError("an array in it is not of bytes, row by row")
-        self.array = np.frombuffer(content, np.uint8).reshape(shape)

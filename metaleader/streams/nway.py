@@ -71,7 +71,7 @@ class NWayStream:
         if test_per_class is None:
             test_per_class = min(len(test.get(c, ())) for c in self.order)
         for what, part, wanted in (("training", train, per_class), ("test", test, test_per_class)):
-            poorest = min(self.order, key=lambda c, part=part: len(part.get(c, ())))
+            poorest = min(sorted(self.order), key=lambda c, part=part: len(part.get(c, ())))
             if not 1 <= wanted <= len(part.get(poorest, ())):
                 raise ValueError(
                     f"cannot take {wanted} {what} datapoints of each class: class {poorest} has"

@@ -19,7 +19,7 @@ from metaleader.tasks import Batch, Task, rng
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (214, 40, 40),
     "orange": (247, 127, 0),
-    "yellow": (236, 201, 20),
+    "yellow": (230, 188, 10),
     "green": (44, 150, 75),
     "blue": (30, 125, 214),
     "indigo": (60, 40, 130),
