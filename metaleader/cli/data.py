@@ -50,8 +50,9 @@ def _list(folder: Path | None) -> int:
     for name, here in found.items():
         print(f"  {name:<10}{here.state:<10}{here.folder}: {here.detail}")
     for name, here in found.items():
-        if here.state in ("missing", "damaged") and DATA_SETS[name].files:
-            print(f"get {name} with `metaleader data fetch {name}`; without it, use {DATA_SETS[name].offline}")
+        if here.state in ("missing", "damaged"):
+            how = f"with `metaleader data fetch {name}`" if DATA_SETS[name].files else "from its authors"
+            print(f"get {name} {how}; without it, use {DATA_SETS[name].offline}")
     return int(any(here.state == "damaged" for here in found.values()))
 
 
