@@ -11,7 +11,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self, TypedDict, overload
+from typing import Any, NamedTuple, Self, TypedDict, overload
 
 import numpy as np
 import torch
@@ -170,7 +170,9 @@ class Learner(ABC):
         else:
             if isinstance(self._buffer, TaskBuffer) and self.task is not None:
                 raise ValueError(f"task {name!r} has classes, earlier tasks have none; use a new learner")
-            buffer = self._buffer if isinstance(self._buffer, ClassBuffer) else self._new_buffer("classes")
+            buffer = self._buffer
+            if not isinstance(buffer, ClassBuffer):
+                buffer = ClassBuffer(self.device, buffer.weights)
             buffer.begin(str(name), classes)
             self._buffer = buffer
         self.round += 1
@@ -314,8 +316,10 @@ class Learner(ABC):
                 raise ValueError(f"the state is of another model: {_difference(found, expected)}")
             if any(params[name].dtype != value.dtype for name, value in self.params.items()):
                 raise ValueError("the state is of a model with another dtype; convert the model first")
-            kind = state["buffer"]["kind"]
-            buffer = self._buffer if kind == self._buffer.kind else self._new_buffer(kind)
+            memory = ClassBuffer if state["buffer"]["kind"] == ClassBuffer.kind else TaskBuffer
+            buffer = self._buffer
+            if not isinstance(buffer, memory):
+                buffer = memory(self.device, buffer.weights)
             buffer.load_state_dict(state["buffer"])
             self._buffer = buffer
             self._restore_training_state(state)
@@ -367,16 +371,6 @@ class Learner(ABC):
         return learner
 
     # Inside.
-
-    @overload
-    def _new_buffer(self, kind: Literal["classes"]) -> ClassBuffer: ...
-
-    @overload
-    def _new_buffer(self, kind: str) -> TaskBuffer | ClassBuffer: ...
-
-    def _new_buffer(self, kind: str) -> TaskBuffer | ClassBuffer:
-        memory = {TaskBuffer.kind: TaskBuffer, ClassBuffer.kind: ClassBuffer}[kind]
-        return memory(self.device, self._buffer.weights)
 
     def _num_updates(self, meta_steps: int) -> int:
         return meta_steps
