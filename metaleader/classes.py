@@ -89,20 +89,24 @@ class ClassBuffer:
         labels = self._checked_labels(batch.y)
         names = self._checked_ids(ids, labels)
         new: list[int] = []
-        for i, (label, name) in enumerate(zip(labels, names, strict=True)):
-            row = self._row_of.get(name)
+        new_rows: dict[int, int] = {}  # by id
+        round_rows: list[int] = []
+        for i, name in enumerate(names):
+            row = self._row_of.get(name, new_rows.get(name))
             if row is None:
-                row = len(self._classes)
+                row = self.store.length + len(new)
                 new.append(i)
-                self._classes.append(self.ways[label])
-                self._ids.append(name)
                 if name != _UNNAMED:
-                    self._row_of[name] = row
-            self._round_rows.append(row)
-        self._round_labels += labels
-        self._current = None
+                    new_rows[name] = row
+            round_rows.append(row)
         if new:
             self.store.append(rows(batch, torch.tensor(new, device=batch.y.device)))
+        self._classes += [self.ways[labels[i]] for i in new]
+        self._ids += [names[i] for i in new]
+        self._row_of |= new_rows
+        self._round_rows += round_rows
+        self._round_labels += labels
+        self._current = None
 
     def current(self) -> Batch | None:
         """D_t: all datapoints of the open task with their local labels, None before the first."""
@@ -165,10 +169,13 @@ class ClassBuffer:
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
         """Forget what was appended after a mark."""
-        self.store.length, num_round = mark
-        for name in self._ids[self.store.length :]:
+        length, num_round = mark
+        self.store.length = length
+        if length == 0:  # the next rows may have any shape
+            self.store.data = None
+        for name in self._ids[length:]:
             self._row_of.pop(name, None)
-        del self._classes[self.store.length :], self._ids[self.store.length :]
+        del self._classes[length:], self._ids[length:]
         del self._round_rows[num_round:], self._round_labels[num_round:]
         self._current = None
 

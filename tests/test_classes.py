@@ -316,3 +316,14 @@ def test_preloaded_tasks_are_kept_without_updates():
     assert [r.more["new_datapoints"] for r in records] == [2, 6]  # ids 12 .. 13 were preloaded
     with pytest.raises(ValueError, match="cannot preload 9 tasks"):
         preload(player, stream(), 9)
+
+
+def test_a_failed_first_update_leaves_the_learner_free_for_other_data():
+    player = learner(support=3)
+    player.begin("n-way", classes=[0, 1])
+    with pytest.raises(ValueError, match="support must be a multiple of the 2 classes"):
+        player.observe(images([0, 1]), torch.tensor([0, 1]), ids=[0, 1])
+    assert (player.num_datapoints, player.num_new) == (0, 0)
+    player.support = 4
+    player.observe(images([5, 6]), torch.tensor([1, 0]), ids=[0, 1])  # the ids are free again, for other images
+    assert player.num_datapoints == 2

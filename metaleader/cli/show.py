@@ -7,9 +7,6 @@ from typing import Annotated
 
 import tyro
 
-from metaleader.sheet import contact_sheet
-from metaleader.streams import make_stream
-
 
 def show(
     stream: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STREAM")] = "rainbow-digits",
@@ -35,6 +32,9 @@ def show(
     Returns:
         The exit status.
     """
+    from metaleader.sheet import contact_sheet
+    from metaleader.streams import make_stream
+
     options = {} if order is None else {"order": order}
     made = make_stream(stream, seed, data, **options)
     path = out or Path(f"{stream}.png")
