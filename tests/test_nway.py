@@ -414,6 +414,7 @@ def test_wrong_npz(cifar, tmp_path):
         cifar100(tmp_path)
 
 
+@pytest.mark.data
 @pytest.mark.skipif(
     data.status("cifar100").state not in ("verified", "present"),
     reason="CIFAR-100 is not in METALEADER_DATA: metaleader data fetch cifar100",

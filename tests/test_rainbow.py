@@ -253,6 +253,7 @@ def test_wrong_digits(digits):
         RainbowStream(digits, train=2, test=2)
 
 
+@pytest.mark.data
 @pytest.mark.skipif(
     data.status("mnist").state != "verified", reason="MNIST is not in METALEADER_DATA: metaleader data fetch mnist"
 )
