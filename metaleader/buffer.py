@@ -68,10 +68,12 @@ class TaskBuffer:
         weights: nu^t, the distribution over the tasks seen; uniform if None.
     """
 
+    kind = "tasks"
+
     def __init__(self, device: torch.device | str = "cpu", weights: Weights | None = None) -> None:
         self.device = torch.device(device)
         self.weights = weights
-        self.store = _Rows(self.device)
+        self.store = Rows(self.device)
         self.names: list[str] = []
         self.starts: list[int] = []
         self._open: str | None = None
@@ -134,7 +136,7 @@ class TaskBuffer:
         uniforms = uniforms.reshape(-1, 1 + 2 * width)
         chosen = first + _choose(uniforms[:, 0], stop - first, self.weights if which != "current" else None)
         counts, starts = self.counts()[chosen], np.asarray(self.starts)[chosen]
-        picked = starts[:, None] + _split(_distinct(uniforms[:, 1:], counts, width), counts, support, query)
+        picked = starts[:, None] + split(distinct(uniforms[:, 1:], counts, width), counts, support, query)
         picked = torch.from_numpy(picked.reshape(len(steps), tasks, width))
         return Draw(picked[..., :support], picked[..., support:]).to(self.device)
 
@@ -156,7 +158,7 @@ class TaskBuffer:
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:
         """Everything kept; with `data=False` only the bookkeeping, for a checkpoint whose stream rebuilds the data."""
-        state = {"kind": "tasks", "names": list(self.names), "starts": list(self.starts), "open": self._open}
+        state = {"kind": self.kind, "names": list(self.names), "starts": list(self.starts), "open": self._open}
         return state | self.store.state_dict(data)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,7 +167,7 @@ class TaskBuffer:
         self.names, self.starts, self._open = list(state["names"]), list(state["starts"]), state["open"]
 
 
-class _Rows:
+class Rows:
     """Growing storage: one tensor a leaf, rows appended in the order of arrival."""
 
     def __init__(self, device: torch.device) -> None:
@@ -174,6 +176,7 @@ class _Rows:
         self.data: Batch | None = None
 
     def append(self, batch: Batch) -> None:
+        """Keep rows after those already here."""
         batch = to_device(batch, self.device)
         num = num_rows(batch)
         if self.data is None:
@@ -188,20 +191,24 @@ class _Rows:
         self.length += num
 
     def cut(self, length: int) -> None:
+        """Forget the rows after the first few."""
         self.length = length
         if length == 0:  # the next rows may have any shape
             self.data = None
 
     def take(self, index: slice | Tensor) -> Batch:
+        """The rows at an index; there must be some."""
         assert self.data is not None
         return rows(self.data, index)
 
     def gather(self, index: Tensor, y: Tensor | None) -> Batch:
+        """The rows at an index, with targets of their own where given."""
         assert self.data is not None
         x = rows(self.data.x, index)
         return Batch(x, rows(self.data.y, index) if y is None else y)
 
     def state_dict(self, data: bool) -> dict[str, Any]:
+        """The rows, or with `data=False` their number only."""
         state: dict[str, Any] = {"length": self.length}
         if data:
             kept = None if self.data is None else rows(self.data, slice(0, self.length))
@@ -209,6 +216,7 @@ class _Rows:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state; without data in it, as many rows must be here already."""
         if "data" in state:
             data = None if state["data"] is None else Batch(state["data"]["x"], state["data"]["y"])
             self.data = None if data is None else tree_map(lambda leaf: leaf.to(self.device, copy=True), data)
@@ -226,18 +234,23 @@ def _grown(leaf: Tensor, length: int, capacity: int) -> Tensor:
     return larger
 
 
+def checked_weights(weights: Weights, num: int) -> np.ndarray:
+    """The weights of 0 .. num-1, refused where they are no distribution."""
+    given = np.asarray(weights(num), dtype=np.float64)
+    if given.shape != (num,) or not np.isfinite(given).all() or (given < 0).any() or given.sum() <= 0:
+        raise ValueError(f"the task weights must be {num} numbers, none negative and not all zero; got {given}")
+    return given
+
+
 def _choose(uniform: np.ndarray, num: int, weights: Weights | None) -> np.ndarray:
     """Tasks 0 .. num-1 from uniform numbers, by weight."""
     if weights is None:
         return np.minimum((uniform * num).astype(np.int64), num - 1)
-    given = np.asarray(weights(num), dtype=np.float64)
-    if given.shape != (num,) or not np.isfinite(given).all() or (given < 0).any() or given.sum() <= 0:
-        raise ValueError(f"the task weights must be {num} numbers, none negative and not all zero; got {given}")
-    cumulative = np.cumsum(given)
+    cumulative = np.cumsum(checked_weights(weights, num))
     return np.minimum(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"), num - 1)
 
 
-def _distinct(uniform: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
+def distinct(uniform: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
     """Up to `width` distinct numbers below each count, in random order (Floyd's sampling, then a shuffle).
 
     Args:
@@ -258,14 +271,14 @@ def _distinct(uniform: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray
     return np.take_along_axis(shuffled, np.arange(width) % take[:, None], axis=1)
 
 
-def _split(distinct: np.ndarray, counts: np.ndarray, support: int, query: int) -> np.ndarray:
+def split(numbers: np.ndarray, counts: np.ndarray, support: int, query: int) -> np.ndarray:
     """Columns for the support set, then for the query set; short rows are divided in proportion and repeated."""
     width = support + query
     if support == 0 or (counts >= width).all():
-        return distinct
+        return numbers
     have = np.minimum(counts, width)
     for_support = np.clip(have * support // width, 1, np.maximum(have - 1, 1))
     for_query = np.maximum(have - for_support, 1)
     first = np.arange(support) % for_support[:, None]
     second = (np.where(have > 1, for_support, 0))[:, None] + np.arange(query) % for_query[:, None]
-    return np.take_along_axis(distinct, np.concatenate([first, second], axis=1), axis=1)
+    return np.take_along_axis(numbers, np.concatenate([first, second], axis=1), axis=1)

@@ -29,7 +29,8 @@ class Record:
         accuracy: the fraction classified correctly; None for regression.
         needed: the datapoints at the first record of this round that met the threshold; None while none has.
         more: the same for other numbers of adaptation steps (`loss_1`, `accuracy_1`, ...), and, where the net has batch
-            norm, with statistics of D_t (`loss_task`, `accuracy_task`).
+            norm, with statistics of D_t (`loss_task`, `accuracy_task`). For tasks with ids, `new_datapoints`: how many
+            of D_t's datapoints no earlier task had.
     """
 
     protocol: Literal["online", "regret"]

@@ -8,9 +8,12 @@ from typing import Any
 
 import tyro
 
+from metaleader.cli.data import data
 from metaleader.cli.run import run
+from metaleader.cli.show import show
+from metaleader.cli.theory import theory
 
-COMMANDS: dict[str, Callable[..., Any]] = {"run": run}
+COMMANDS: dict[str, Callable[..., Any]] = {"run": run, "theory": theory, "show": show, "data": data}
 
 
 def main(arguments: list[str] | None = None) -> None:

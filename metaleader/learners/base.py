@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from metaleader.buffer import Draw, TaskBuffer, Weights
+from metaleader.classes import ClassBuffer
 from metaleader.engine import Engine, Mode, Objective
 from metaleader.inner import Params, StepSize, adapt, moving_names, step_sizes
 from metaleader.losses import Loss
@@ -135,7 +136,7 @@ class Learner(ABC):
         self._network.module.to(self.device)
         self.params: Params = self._network.params()
         self._optimizer = self._new_optimizer()
-        self._buffer = TaskBuffer(self.device, weights)
+        self._buffer: TaskBuffer | ClassBuffer = TaskBuffer(self.device, weights)
         self._engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
         self._objective = Objective(self._network.loss_fn)
         self.step = 0
@@ -159,23 +160,37 @@ class Learner(ABC):
 
     # The contract.
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, classes: Sequence[int] | None = None) -> None:
         """Begin round t with a new task; D_t is empty.
 
         Args:
             name: a label; a name seen before still opens a new task.
+            classes: for n-way tasks, the global class behind each label, in the order of the labels. All tasks of a
+                learner have classes, or none has.
         """
+        if classes is None:
+            if isinstance(self._buffer, ClassBuffer):
+                raise ValueError(f"task {name!r} has no classes, earlier tasks have; pass begin(name, classes=[...])")
+            self._buffer.begin(str(name))
+        else:
+            if isinstance(self._buffer, TaskBuffer) and self.task is not None:
+                raise ValueError(f"task {name!r} has classes, earlier tasks have none; use a new learner")
+            buffer = self._buffer
+            if not isinstance(buffer, ClassBuffer):
+                buffer = ClassBuffer(self.device, buffer.weights)
+            buffer.begin(str(name), classes)
+            self._buffer = buffer
         self.round += 1
         self.task = str(name)
-        self._buffer.begin(self.task)
         self._on_begin()
 
-    def observe(self, x: Tree, y: Tree, *, update: bool = True) -> None:
+    def observe(self, x: Tree, y: Tree, *, ids: Sequence[int] | Tensor | None = None, update: bool = True) -> None:
         """Keep datapoints of the current task and meta-update; on an error the learner is as before the call.
 
         Args:
             x: inputs, one row a datapoint: a tensor, or a dict or tuple of tensors.
-            y: targets, one row a datapoint.
+            y: targets, one row a datapoint; for n-way tasks, positions in the task's classes.
+            ids: for n-way tasks, one integer a datapoint that names it across tasks: one seen before is kept once.
             update: False only keeps the data; call `update` later.
         """
         if self.task is None:
@@ -184,8 +199,13 @@ class Learner(ABC):
         if self._buffer.store.data is not None:
             check_alike(batch, self._buffer.store.data, "observe")
         self._network.check(self.params, batch, "observe")
+        if ids is not None and isinstance(self._buffer, TaskBuffer):
+            raise ValueError("observe: ids belong to n-way tasks; open the task with begin(name, classes=[...])")
         mark = self._buffer.mark()
-        self._buffer.append(batch)
+        if isinstance(self._buffer, ClassBuffer):
+            self._buffer.append(batch, ids)
+        else:
+            self._buffer.append(batch)
         if update:
             try:
                 self.update()
@@ -251,6 +271,11 @@ class Learner(ABC):
         data = self._buffer.current() if self.task is not None else None
         return 0 if data is None else num_rows(data)
 
+    @property
+    def num_new(self) -> int:
+        """How many datapoints of D_t no earlier task had: less than all where an n-way task shows known images."""
+        return self._buffer.num_new if isinstance(self._buffer, ClassBuffer) else self.num_datapoints
+
     # State.
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:
@@ -284,7 +309,12 @@ class Learner(ABC):
                 raise ValueError(f"the state is of another model: {_difference(found, expected)}")
             if any(params[name].dtype != value.dtype for name, value in self.params.items()):
                 raise ValueError("the state is of a model with another dtype; convert the model first")
-            self._buffer.load_state_dict(state["buffer"])
+            memory = ClassBuffer if state["buffer"]["kind"] == ClassBuffer.kind else TaskBuffer
+            buffer = self._buffer
+            if not isinstance(buffer, memory):
+                buffer = memory(self.device, buffer.weights)
+            buffer.load_state_dict(state["buffer"])
+            self._buffer = buffer
             self._restore_training_state(state)
             self.round, self.task = state["round"], state["task"]
         except (KeyError, TypeError, AttributeError) as error:

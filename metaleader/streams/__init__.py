@@ -1,6 +1,25 @@
 """Streams of tasks."""
 
+from metaleader.streams.arrays import ArrayStream
+from metaleader.streams.catalogue import STREAMS, make_stream
+from metaleader.streams.cifar import cifar100
+from metaleader.streams.mnist import Digits
+from metaleader.streams.nway import Labelled, NWayStream
 from metaleader.streams.quadratic import QuadraticStream
+from metaleader.streams.rainbow import RainbowStream, rainbow_digits, rainbow_mnist
 from metaleader.streams.sinusoid import SinusoidStream
 
-__all__ = ["QuadraticStream", "SinusoidStream"]
+__all__ = [
+    "STREAMS",
+    "ArrayStream",
+    "Digits",
+    "Labelled",
+    "NWayStream",
+    "QuadraticStream",
+    "RainbowStream",
+    "SinusoidStream",
+    "cifar100",
+    "make_stream",
+    "rainbow_digits",
+    "rainbow_mnist",
+]

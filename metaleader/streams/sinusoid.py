@@ -6,6 +6,7 @@ The first stream of the house: it needs no data, and joint training on it learns
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ class SinusoidStream:
         phase: the range that phases are drawn from, uniformly.
         drift: added to every phase for each round that passes: the stream is non-stationary when it is not 0.
         noise: the standard deviation of noise on the training targets.
+        order: "random", or "amplitude": the same tasks from the flattest to the steepest.
         seed: `stream[t]` depends on seed and t alone.
 
     >>> stream = SinusoidStream(tasks=3, train=50, test=100)
@@ -39,6 +41,7 @@ class SinusoidStream:
     phase: tuple[float, float] = (0.0, np.pi)
     drift: float = 0.0
     noise: float = 0.0
+    order: Literal["random", "amplitude"] = "random"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -47,6 +50,8 @@ class SinusoidStream:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.noise < 0 or self.seed < 0:
             raise ValueError(f"noise and seed must not be negative, got {self.noise} and {self.seed}")
+        if self.order not in ("random", "amplitude"):
+            raise ValueError(f"order must be 'random' or 'amplitude', got {self.order!r}")
 
     def __len__(self) -> int:
         return self.tasks
@@ -54,8 +59,8 @@ class SinusoidStream:
     def __getitem__(self, t: int) -> Task:
         if not 0 <= t < self.tasks:
             raise IndexError(f"round {t} of a stream of {self.tasks} tasks")
-        draw = rng("sinusoid", self.seed, t)
-        amplitude = draw.uniform(*self.amplitude)
+        index = t if self.order == "random" else int(np.argsort([self._draw(i)[1] for i in range(self.tasks)])[t])
+        draw, amplitude = self._draw(index)
         phase = draw.uniform(*self.phase) + self.drift * t
 
         def sample(num: int, noise: float) -> Batch:
@@ -65,3 +70,7 @@ class SinusoidStream:
 
         train = sample(self.train, self.noise)
         return Task(f"{amplitude:.2f} sin(x - {phase:.2f})", train, sample(self.test, 0.0))
+
+    def _draw(self, index: int) -> tuple[np.random.Generator, float]:
+        draw = rng("sinusoid", self.seed, index)
+        return draw, draw.uniform(*self.amplitude)

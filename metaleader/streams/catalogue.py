@@ -1,0 +1,44 @@
+"""The streams that have a name, for the command line and experiments."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from metaleader.data import Folder
+from metaleader.streams.cifar import cifar100
+from metaleader.streams.rainbow import rainbow_digits, rainbow_mnist
+from metaleader.streams.sinusoid import SinusoidStream
+from metaleader.tasks import TaskStream
+
+# Called with the data folder and the options of the stream, `seed` among them.
+STREAMS: dict[str, Callable[..., TaskStream]] = {
+    "rainbow-digits": lambda data, **options: rainbow_digits(**options),
+    "rainbow-mnist": rainbow_mnist,
+    "cifar100": cifar100,
+    "sinusoid": lambda data, **options: SinusoidStream(**options),
+}
+
+
+def make_stream(name: str, seed: int = 0, data: Folder = None, **options: Any) -> TaskStream:
+    """A stream by its name.
+
+    Args:
+        name: one of `STREAMS`.
+        seed: of the stream.
+        data: the folder with the data sets; METALEADER_DATA or the user's cache if None.
+        options: of the stream, such as `order`.
+
+    Raises:
+        ValueError: for an unknown name; suggests the nearest.
+        FileNotFoundError: when the stream's data is missing; says how to get it, and what works without.
+
+    >>> make_stream("rainbow-digits", order="colour")[0].name
+    'red, full size, 270°'
+    """
+    if name not in STREAMS:
+        close = difflib.get_close_matches(name.lower(), STREAMS, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]!r}? The names are" if close else "the names are"
+        raise ValueError(f"unknown stream {name!r}; {hint} {', '.join(STREAMS)}")
+    return STREAMS[name](data, seed=seed, **options)

@@ -1,0 +1,176 @@
+"""Rainbow digits: every task is digit recognition under another background colour, size and rotation (section 5.1).
+
+7 colours x 2 sizes x 4 rotations are 56 tasks. An image is the white digit blended linearly over a solid colour; half
+size is the digit reduced by the mean of 2x2 pixels, in the middle; all in integers, the same on every machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+
+from metaleader.data import Folder
+from metaleader.streams.mnist import Digits, read_mnist
+from metaleader.tasks import Batch, Task, rng
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (214, 40, 40),
+    "orange": (247, 127, 0),
+    "yellow": (230, 188, 10),
+    "green": (44, 150, 75),
+    "blue": (30, 125, 214),
+    "indigo": (60, 40, 130),
+    "violet": (170, 75, 190),
+}
+Order = Literal["random", "colour", "scale", "rotation"]
+
+
+class Look(NamedTuple):
+    """The transformation of a task: a colour's name, whether the digit has half size, and quarter turns to the left."""
+
+    colour: str
+    half: bool
+    turns: int
+
+    def __str__(self) -> str:
+        return f"{self.colour}, {'half' if self.half else 'full'} size, {90 * self.turns}°"
+
+
+LOOKS = [Look(*parts) for parts in itertools.product(COLOURS, (False, True), range(4))]
+
+
+class RainbowStream:
+    """A stream of up to 56 tasks over grey digit images; images are uint8 (N, 3, H, W), labels int64.
+
+    The training sets of the tasks are disjoint as long as there are images enough; then every image is used once more,
+    and so on. Test images are held-out originals under the task's transformation.
+
+    Args:
+        digits: square images of even size.
+        tasks: the number of tasks, the first of the order.
+        train: datapoints revealed of each task.
+        test: held-out datapoints of each task; no more than there are held-out originals.
+        order: "random", or all tasks of one colour, scale or rotation after those of another, the rest at random.
+        seed: `stream[t]` depends on the seed and t alone.
+    """
+
+    def __init__(
+        self,
+        digits: Digits,
+        tasks: int = len(LOOKS),
+        train: int = 900,
+        test: int = 500,
+        order: Order = "random",
+        seed: int = 0,
+    ) -> None:
+        for images, labels in (digits[:2], digits[2:]):
+            if images.dtype != np.uint8 or images.ndim != 3 or images.shape[1] != images.shape[2]:
+                raise ValueError(f"digits must be uint8 (N, H, H), got {images.dtype} {images.shape}")
+            if images.shape[1] % 2 or images.shape[1:] != digits.images.shape[1:]:
+                raise ValueError(
+                    f"digits must have one even size, got {images.shape[1:]} and {digits.images.shape[1:]}"
+                )
+            if labels.shape != images.shape[:1]:
+                raise ValueError(f"digits: {len(labels)} labels for {len(images)} images")
+        for name, value, most in (
+            ("tasks", tasks, len(LOOKS)),
+            ("train", train, len(digits.images)),
+            ("test", test, len(digits.test_images)),
+        ):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} must lie in 1..{most}, got {value}")
+        if order not in get_args(Order):
+            raise ValueError(f"order must be one of {', '.join(get_args(Order))}; got {order!r}")
+        if seed < 0:
+            raise ValueError(f"seed must not be negative, got {seed}")
+        self.digits, self.tasks, self.train, self.test, self.seed = digits, tasks, train, test, seed
+        shuffled = [LOOKS[i] for i in rng("rainbow order", seed).permutation(len(LOOKS))]
+        key = {
+            "random": lambda look: 0,
+            "colour": lambda look: list(COLOURS).index(look.colour),
+            "scale": lambda look: look.half,
+            "rotation": lambda look: look.turns,
+        }[order]
+        self.looks = sorted(shuffled, key=key)[:tasks]
+
+    def __len__(self) -> int:
+        return self.tasks
+
+    def __getitem__(self, t: int) -> Task:
+        if not 0 <= t < self.tasks:
+            raise IndexError(f"round {t} of a stream of {self.tasks} tasks")
+        per_pass = len(self.digits.images) // self.train
+        shuffled = rng("rainbow train", self.seed, t // per_pass).permutation(len(self.digits.images))
+        train = shuffled[t % per_pass * self.train :][: self.train]
+        test = rng("rainbow test", self.seed, t).permutation(len(self.digits.test_images))[: self.test]
+        look = self.looks[t]
+        return Task(
+            str(look),
+            _batch(self.digits.images[train], self.digits.labels[train], look),
+            _batch(self.digits.test_images[test], self.digits.test_labels[test], look),
+        )
+
+
+def rainbow_mnist(
+    data: Folder = None,
+    tasks: int = len(LOOKS),
+    train: int = 900,
+    test: int = 500,
+    order: Order = "random",
+    seed: int = 0,
+) -> RainbowStream:
+    """The paper's Rainbow MNIST, from the four original files: 28x28, test images from MNIST's test set."""
+    return RainbowStream(read_mnist(data), tasks, train, test, order, seed)
+
+
+def rainbow_digits(
+    tasks: int = len(LOOKS), train: int = 60, test: int = 300, order: Order = "random", seed: int = 0
+) -> RainbowStream:
+    """Rainbow over scikit-learn's bundled handwritten digits at 16x16: needs no download.
+
+    Of the 1,797 images 300 are held out, the same for every seed; an image of the others serves two or three tasks.
+    """
+    return RainbowStream(bundled_digits(), tasks, train, test, order, seed)
+
+
+def bundled_digits() -> Digits:
+    """scikit-learn's 8x8 digits, enlarged to 16x16, 1,497 for training and 300 held out."""
+    from sklearn.datasets import load_digits  # half a second
+
+    flat, labels = (np.asarray(part) for part in load_digits(return_X_y=True))
+    sixteenths, labels = flat.reshape(-1, 8, 8).astype(np.int64), labels.astype(np.uint8)
+    doubled = _doubled(_doubled(sixteenths, 1), 2)  # values up to 16 x 4 x 4
+    images = ((doubled * 255 + 128) // 256).astype(np.uint8)
+    held_out, kept = np.split(rng("digits held out").permutation(len(images)), [300])
+    return Digits(images[kept], labels[kept], images[held_out], labels[held_out])
+
+
+def paint(images: np.ndarray, look: Look) -> np.ndarray:
+    """Grey images (N, H, H) under a task's transformation, (N, 3, H, H)."""
+    grey = images.astype(np.uint16)
+    if look.half:
+        quarter = images.shape[1] // 4
+        small = (grey[:, ::2, ::2] + grey[:, 1::2, ::2] + grey[:, ::2, 1::2] + grey[:, 1::2, 1::2] + 2) // 4
+        grey = np.zeros_like(grey)
+        grey[:, quarter : quarter + small.shape[1], quarter : quarter + small.shape[2]] = small
+    grey = np.rot90(grey, look.turns, axes=(1, 2))[:, None]
+    colour = np.asarray(COLOURS[look.colour], dtype=np.uint16)[None, :, None, None]
+    return ((grey * 255 + (255 - grey) * colour + 127) // 255).astype(np.uint8)
+
+
+def _batch(images: np.ndarray, labels: np.ndarray, look: Look) -> Batch:
+    return Batch(torch.from_numpy(paint(images, look)), torch.from_numpy(labels.astype(np.int64)))
+
+
+def _doubled(images: np.ndarray, axis: int) -> np.ndarray:
+    """Four times the values at twice the resolution along an axis: linear interpolation, edges repeated."""
+    last = images.shape[axis] - 1
+    here = np.arange(last + 1)
+    before = images.take(np.maximum(here - 1, 0), axis) + 3 * images
+    after = images.take(np.minimum(here + 1, last), axis) + 3 * images
+    return np.stack([before, after], axis + 1).reshape(
+        [n * (2 if i == axis else 1) for i, n in enumerate(images.shape)]
+    )
