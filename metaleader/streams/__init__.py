@@ -1,5 +1,6 @@
 """Streams of tasks."""
 
+from metaleader.streams.pose import PoseStream
 from metaleader.streams.sinusoid import SinusoidStream
 
-__all__ = ["SinusoidStream"]
+__all__ = ["PoseStream", "SinusoidStream"]
