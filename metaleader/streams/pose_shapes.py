@@ -69,11 +69,12 @@ class Builder:
 
 
 def _truck(b: Builder, draw: np.random.Generator) -> None:
-    length, height, cab = draw.uniform((0.9, 0.55, 0.35), (1.4, 0.9, 0.5))
-    b.box((-0.35, -length, 0.25), (0.35, 0.25, 0.25 + height))
-    b.box((-0.32, 0.35, 0.15), (0.32, 0.35 + cab, 0.25 + 0.7 * height), 0.8)
-    b.box((-0.25, -length, 0.12), (0.25, 0.4, 0.25))
-    for y in (-length + 0.25, -length + 0.6, 0.45):
+    length, height, cab, hood = draw.uniform((0.7, 0.6, 0.25, 0.35), (1.1, 0.9, 0.35, 0.5))
+    b.box((-0.36, -length, 0.25), (0.36, 0.0, 0.25 + height))
+    b.box((-0.32, 0.1, 0.15), (0.32, 0.1 + cab, 0.25 + 0.75 * height), 0.8)
+    b.box((-0.26, 0.1 + cab, 0.15), (0.26, 0.1 + cab + hood, 0.25 + 0.25 * height))
+    b.box((-0.25, -length, 0.12), (0.25, 0.1, 0.25))
+    for y in (-length + 0.2, -length + 0.55, cab + hood - 0.1):
         b.wheels(0.3, y, 0.17, 0.14)
 
 
@@ -117,7 +118,7 @@ def _boat(b: Builder, draw: np.random.Generator) -> None:
 
 
 def _crane(b: Builder, draw: np.random.Generator) -> None:
-    height, jib, counter, hook = draw.uniform((0.9, 0.85, 0.3, 0.3), (1.3, 1.2, 0.45, 0.8))
+    height, jib, counter, hook = draw.uniform((0.9, 0.95, 0.3, 0.3), (1.2, 1.25, 0.4, 0.6))
     b.box((-0.4, -0.4, 0.0), (0.4, 0.4, 0.14))
     b.box((-0.1, -0.1, 0.14), (0.1, 0.1, height))
     b.box((0.08, -0.02, height - 0.3), (0.32, 0.24, height))
@@ -136,11 +137,11 @@ def _house(b: Builder, draw: np.random.Generator) -> None:
 
 
 def _kettle(b: Builder, draw: np.random.Generator) -> None:
-    radius, top, height, spout = draw.uniform((0.45, 0.25, 0.6, 0.4), (0.6, 0.4, 0.9, 0.6))
+    radius, top, height, spout = draw.uniform((0.42, 0.22, 0.6, 0.5), (0.52, 0.32, 0.9, 0.7))
     b.rod((0, 0, 0), (0, 0, height), radius, top, 24)
     b.rod((0, 0, height), (0, 0, height + 0.12), 0.09)
-    b.rod((0, 0.7 * radius, 0.3 * height), (0, radius + spout, 1.05 * height), 0.13, 0.06)
-    out = -radius - 0.3
+    b.rod((0, 0.7 * radius, 0.3 * height), (0, radius + spout, 1.1 * height), 0.15, 0.07)
+    out = -radius - 0.25
     b.rod((0, -0.6 * radius, 0.85 * height), (0, out, 0.85 * height), 0.06)
     b.rod((0, out, 0.88 * height), (0, out, 0.25 * height), 0.06)
 
