@@ -21,9 +21,16 @@ spec.loader.exec_module(module)
 """
 
 
-def pictures(num=5, size=8):
+def pictures():
+    """Five images, eight pixels wide: as the empty one, changed in a pixel, at two corners, in a box, everywhere."""
     draw = np.random.default_rng(0)
-    return draw.integers(0, 256, (num, 3, size, size), np.uint8), draw.integers(0, 256, (3, size, size), np.uint8)
+    empty = draw.integers(0, 256, (3, 8, 8), np.uint8)
+    images = np.stack([empty] * 5)
+    images[1, 2, 3, 5] ^= 1
+    images[2, :, [0, 7], [7, 0]] ^= 1
+    images[3, :, 2:5, 1:7] = draw.integers(0, 256, (3, 3, 6))
+    images[4] = draw.integers(0, 256, (3, 8, 8))
+    return images, empty
 
 
 def store(path, key="k"):
@@ -84,13 +91,24 @@ def test_a_damaged_header(tmp_path, line):
         read_view(path, "k", 5, 8)
 
 
-def test_a_file_that_swells_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "raw",
+    [
+        bytes(20_000_000),  # it must not fill the memory
+        bytes(100),
+        bytes(3 * 8 * 8 + 5 * 8) + b"x",
+        bytes(3 * 8 * 8) + np.array([[0, 9, 0, 8]] * 5, "<u2").tobytes() + bytes(5 * 3 * 9 * 8),
+        bytes(3 * 8 * 8) + np.array([[5, 2, 5, 2]] * 5, "<u2").tobytes() + bytes(5 * 3 * 9),
+        bytes(3 * 8 * 8) + np.array([[5, 2, 0, 4]] * 5, "<u2").tobytes() + bytes(60),
+    ],
+)
+def test_a_foreign_content_is_refused(tmp_path, raw):
     path = tmp_path / "a.view"
-    content = zlib.compress(bytes(20_000_000), 9)
+    content = zlib.compress(raw, 9)
     header = {"format": pose_cache.FORMAT, "key": "k", "view": "a", "images": 5, "size": 8}
     header["sha256"] = hashlib.sha256(content).hexdigest()
     path.write_bytes(json.dumps(header).encode() + b"\n" + content)
-    with pytest.raises(ValueError, match="bytes of pixels"):
+    with pytest.raises(ValueError, match="truncated or damaged"):
         read_view(path, "k", 5, 8)
 
 

@@ -38,8 +38,8 @@ class PoseStream:
     camera is as near as it can be with the table and every pose in its frame, so no image cuts the object.
 
     `stream[t]` draws the images when they are not in the cache; `prepare` draws all that are missing. Images that were
-    read stay in memory. With one OpenGL they are the same everywhere; with another a pixel on an edge may differ, mean
-    values by less than a grey level (MUJOCO_GL=osmesa always draws in software).
+    read stay in memory. One OpenGL draws the same everywhere; another may differ in a few pixels at edges, by less than a
+    grey level in the mean (MUJOCO_GL=osmesa always draws in software).
 
     Attributes:
         tasks: the number of tasks.

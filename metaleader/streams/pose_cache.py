@@ -1,8 +1,8 @@
 """The cache of the pose stream: one file a view, whole or absent, drawn by one process at a time.
 
-A file is a line of JSON and, compressed, the picture of the empty table followed by what each image adds to it, modulo
-256: an image differs from the empty table in few pixels, so this is small and fast to read. While a view is drawn its
-`.part` file is locked; a kill frees the lock, and the next process starts that view afresh.
+A file is a line of JSON and, compressed, the picture of the empty table, for each image the box in which it differs
+from that (top, bottom, left, right), and the pixels of all boxes. These are few of all pixels, so it is read fast. While
+a view is drawn its `.part` file is locked; a kill frees the lock, and the next process starts that view afresh.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def read_view(path: Path, key: str, num: int, size: int) -> np.ndarray:
         ValueError: for a truncated, damaged or foreign file.
     """
     line, _, content = path.read_bytes().partition(b"\n")
-    expected = (num + 1) * 3 * size * size
     try:
         header = json.loads(line)
         found = [header[name] for name in ("format", "key", "view", "images", "size")]
@@ -43,14 +42,9 @@ def read_view(path: Path, key: str, num: int, size: int) -> np.ndarray:
             raise ValueError(f"it holds {found}")
         if hashlib.sha256(content).hexdigest() != header["sha256"]:
             raise ValueError("its checksum does not match")
-        # A limit, so that a foreign file cannot fill the memory.
-        raw = zlib.decompressobj().decompress(content, expected + 1)
-        if len(raw) != expected:
-            raise ValueError(f"it holds {len(raw)} bytes of pixels, not {expected}")
+        return _unpack(content, num, size)
     except (ValueError, KeyError, TypeError, zlib.error) as error:
         raise ValueError(f"{path} is truncated or damaged ({error})") from error
-    pictures = np.frombuffer(raw, np.uint8).reshape(num + 1, 3, size, size)
-    return pictures[1:] + pictures[0]
 
 
 @contextlib.contextmanager
@@ -91,7 +85,7 @@ def write_view(file: IO[bytes], path: Path, key: str, images: np.ndarray, empty:
     Raises:
         OSError: when the disk is full; no file is left then.
     """
-    content = zlib.compress(np.concatenate([empty[None], images - empty]).tobytes(), 6)
+    content = _pack(images, empty)
     header = {"format": FORMAT, "key": key, "view": path.stem, "images": len(images), "size": images.shape[-1]}
     header["sha256"] = hashlib.sha256(content).hexdigest()
     file.truncate(0)
@@ -104,6 +98,39 @@ def write_view(file: IO[bytes], path: Path, key: str, images: np.ndarray, empty:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _pack(images: np.ndarray, empty: np.ndarray) -> bytes:
+    changed = (images != empty).any(1)
+    boxes = np.concatenate([_ends(changed.any(2)), _ends(changed.any(1))], 1)
+    pixels = [
+        image[:, top:bottom, left:right].tobytes()
+        for image, (top, bottom, left, right) in zip(images, boxes.tolist(), strict=True)
+    ]
+    return zlib.compress(b"".join([empty.tobytes(), boxes.astype("<u2").tobytes(), *pixels]))
+
+
+def _unpack(content: bytes, num: int, size: int) -> np.ndarray:
+    # A limit, so that a foreign file cannot fill the memory.
+    most = (num + 1) * 3 * size * size + num * 8
+    raw = np.frombuffer(zlib.decompressobj().decompress(content, most + 1), np.uint8)
+    empty, boxes, pixels = np.split(raw, [3 * size * size, 3 * size * size + num * 8])
+    images = np.empty((num, 3, size, size), np.uint8)
+    images[:] = empty.reshape(3, size, size)
+    start = 0
+    for image, (top, bottom, left, right) in zip(images, boxes.view("<u2").reshape(num, 4).tolist(), strict=True):
+        end = start + 3 * (bottom - top) * (right - left)
+        image[:, top:bottom, left:right] = pixels[start:end].reshape(3, bottom - top, right - left)
+        start = end
+    if start != len(pixels):
+        raise ValueError(f"it holds {len(pixels)} bytes of pixels, not {start}")
+    return images
+
+
+def _ends(changed: np.ndarray) -> np.ndarray:
+    """The first place and the one after the last where rows (num, size) are true: (num, 2), equal where none is."""
+    first, last = changed.argmax(1), changed.shape[1] - changed[:, ::-1].argmax(1)
+    return np.column_stack([first, np.where(changed.any(1), last, first)])
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
