@@ -147,7 +147,7 @@ def test_orders():
         ({"seed": -1}, "seed"),
         ({"train": 1000}, "train must be from 1 to below images = 1000, got 1000"),
         ({"train": 0}, "train"),
-        ({"size": 4}, "size must be from 8 to 1024, got 4"),
+        ({"size": 4}, "size must be from 16 to 1024, got 4"),
         ({"objects": "pascal"}, "objects must be one of builtin, pascal3d, got 'pascal'"),
         ({"order": "colour"}, "order must be one of random, class, scale"),
     ],

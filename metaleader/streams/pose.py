@@ -38,8 +38,8 @@ class PoseStream:
     camera is as near as it can be with the table and every pose in its frame, so no image cuts the object.
 
     `stream[t]` draws the images when they are not in the cache; `prepare` draws all that are missing. Images that were
-    read stay in memory. One OpenGL draws the same everywhere; another may differ in a few pixels at edges, by less than a
-    grey level in the mean (MUJOCO_GL=osmesa always draws in software).
+    read stay in memory. One OpenGL draws the same everywhere; another may differ in a few pixels at edges, by less than
+    a grey level in the mean (MUJOCO_GL=osmesa always draws in software).
 
     Attributes:
         tasks: the number of tasks.
@@ -69,8 +69,8 @@ class PoseStream:
             raise ValueError(f"tasks must be at least 1 and seed at least 0, got {self.tasks} and {self.seed}")
         if not 1 <= self.train < self.images:
             raise ValueError(f"train must be from 1 to below images = {self.images}, got {self.train}")
-        if not 8 <= self.size <= 1024:
-            raise ValueError(f"size must be from 8 to 1024, got {self.size}")
+        if not 16 <= self.size <= 1024:
+            raise ValueError(f"size must be from 16 to 1024, got {self.size}")
         for name, options in (("objects", ("builtin", "pascal3d")), ("order", ("random", "class", "scale"))):
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")

@@ -1,8 +1,8 @@
 """The cache of the pose stream: one file a view, whole or absent, drawn by one process at a time.
 
 A file is a line of JSON and, compressed, the picture of the empty table, for each image the box in which it differs
-from that (top, bottom, left, right), and the pixels of all boxes. These are few of all pixels, so it is read fast. While
-a view is drawn its `.part` file is locked; a kill frees the lock, and the next process starts that view afresh.
+from that (top, bottom, left, right), and the pixels of all boxes. These are few of all pixels, so it is read fast.
+While a view is drawn its `.part` file is locked; a kill frees the lock, and the next process starts that view afresh.
 """
 
 from __future__ import annotations
