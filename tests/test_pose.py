@@ -70,7 +70,7 @@ def test_tasks(cache):
         task = stream[t]
         assert (task.train.x.shape, task.train.x.dtype) == ((4, 3, 16, 16), torch.uint8)
         assert (task.test.y.shape, task.test.y.dtype) == ((2, 4), torch.float32)
-        assert task.name == f"{stream.views[t].name}, camera 1"
+        assert task.name == f"{stream.views[t].name}, camera {stream.views[t].number + 1}"
         assert len({image.numpy().tobytes() for image in task.train.x}) == 4
     for t in (-1, 3):
         with pytest.raises(IndexError, match="of a stream of 3 tasks"):
@@ -127,6 +127,11 @@ def test_ninety_views_of_fifty_objects():
     # Random order: not sorted by class, and the second cameras are spread over the stream.
     assert 20 < np.mean([t for t, view in enumerate(views) if view.number == 1]) < 70
     assert PoseStream(seed=3).views == views != PoseStream(seed=4).views
+    # The first tasks do not depend on how many follow; later ones are new views.
+    assert PoseStream(seed=3, tasks=20).views == views[:20]
+    longer = PoseStream(seed=3, tasks=200).views
+    assert longer[:90] == views
+    assert len(set(longer)) == 200
     one, two = (next(view for view in views if view.name == second[0] and view.number == n) for n in (0, 1))
     assert one.azimuth != two.azimuth
 

@@ -28,14 +28,17 @@ from metaleader.streams.pose_objects import Objects, builtin_objects, pascal3d_o
 from metaleader.streams.pose_scene import SCENE_VERSION, Scene, check_visible, colour_of, view_camera
 from metaleader.tasks import Batch, Task, rng
 
+# The tasks of the paper's stream.
+BLOCK = 90
+
 
 @dataclass(frozen=True)
 class PoseStream:
     """A stream of objects on a table: x is images (N, 3, size, size), uint8, y poses (N, 4), float32.
 
     A pose is x and y in [-1, 1], uniform, and the sine and cosine of the azimuth, uniform too; all in the frame of the
-    table, which a red dot at one corner shows. Every object is seen once before any is seen by a second camera. The
-    camera is as near as it can be with the table and every pose in its frame, so no image cuts the object.
+    table, which a red dot at one corner shows. The 90 tasks are 50 objects seen by one or two cameras. A camera is as
+    near as it can be with the table and every pose in its frame, so no image cuts the object.
 
     `stream[t]` draws the images when they are not in the cache; `prepare` draws all that are missing. Images that were
     read stay in memory. One OpenGL draws the same everywhere; another may differ in a few pixels at edges, by less than
@@ -48,13 +51,13 @@ class PoseStream:
         size: width and height of the images; drawn at twice this size and averaged.
         objects: "builtin", which needs no data, or "pascal3d".
         order: "random", "class" (one class of objects after the other) or "scale" (from small to large).
-        seed: `stream[t]` depends on the options and t alone.
+        seed: `stream[t]` depends on it, on t and on what the images show; in random order not on the number of tasks.
         data: the folder with `pascal3d/`; by default METALEADER_DATA.
         cache: the folder to keep drawn images in, in a subfolder of their own; by default METALEADER_CACHE or
             ~/.cache/metaleader. A damaged file in it is drawn again, with a warning.
     """
 
-    tasks: int = 90
+    tasks: int = BLOCK
     images: int = 1000
     train: int = 400
     size: int = 64
@@ -99,10 +102,13 @@ class PoseStream:
         """The views in the order of the stream."""
         names = self._collection.names
         objects = rng("pose objects", self.seed).permutation(len(names))
+        # Every 90 rounds have a permutation of their own, so the first tasks do not depend on how many follow.
+        blocks = range(-(-self.tasks // BLOCK))
+        order = np.concatenate([BLOCK * b + rng("pose order", self.seed, b).permutation(BLOCK) for b in blocks])
         views = []
-        for t in rng("pose order", self.seed).permutation(self.tasks):
-            number, place = divmod(int(t), len(names))
-            views.append(draw_view(self.seed, names[objects[place]], int(objects[place]), number))
+        for i in order[: self.tasks].tolist():
+            index = int(objects[i % len(names)])
+            views.append(draw_view(self.seed, names[index], index, i // len(names)))
         if self.order == "class":
             classes = [name.split()[0] for name in names]
             views.sort(key=lambda view: classes.index(view.name.split()[0]))
