@@ -374,12 +374,30 @@ def test_an_object_that_is_cut_off_or_lost_is_noticed():
         check_visible(broken, empty, "here")
 
 
-def test_the_object_is_where_the_label_says(gl):
-    # A cube's silhouette is centred at the projection of its centre, up to perspective; its pose follows the label.
+def plank():
+    """A long flat box: its vertices and faces."""
     corners = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (0, 1)], float)
     quads = [[0, 1, 3, 2], [4, 6, 7, 5], [0, 4, 5, 1], [2, 3, 7, 6], [0, 2, 6, 4], [1, 5, 7, 3]]
     faces = np.array([[q[0], *pair] for q in quads for pair in ((q[1], q[2]), (q[2], q[3]))])
-    mesh = make_mesh(corners * [1.0, 0.2, 0.1], faces, "plank")
+    return corners * [1.0, 0.2, 0.1], faces
+
+
+def test_winding_does_not_matter(gl):
+    # CAD models are wound inconsistently: outwards, inwards or half of each, the same image.
+    vertices, faces = plank()
+    vertices = vertices[faces.ravel()]  # corners of their own for each face, so that it has a normal of its own
+    faces = np.arange(36).reshape(12, 3)
+    label, view = np.array([0.2, -0.3, 0.6, 0.8], np.float32), View("plank 01", 0, 0.4, 0.7, 1.0)
+    images = []
+    for wound in (faces, faces[:, ::-1], np.concatenate([faces[:6], faces[6:, ::-1]])):
+        with Scene(view, make_mesh(vertices, wound, "plank"), (0.3, 0.5, 0.8), 32) as scene:
+            images.append(scene.draw(label).astype(int))
+    assert np.abs(images[1] - images[0]).max() <= 1
+    assert np.abs(images[2] - images[0]).max() <= 1
+
+
+def test_the_object_is_where_the_label_says(gl):
+    mesh = make_mesh(*plank(), "plank")
     view = View("plank 01", 0, 0.4, 0.7, 1.0)
     camera = view_camera(view, mesh)
     with Scene(view, mesh, (0.3, 0.5, 0.8), 64) as scene:

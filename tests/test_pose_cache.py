@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import hashlib
 import json
@@ -128,6 +129,9 @@ def test_one_at_a_time(tmp_path):
                 order.append("late")
                 read_view(path, "k", 5, 8)  # what the first one wrote is there
                 order.append("read")
+                # The lock it waited for is now on the finished file; it must hold one of its own to write.
+                write_view(third, path, "new", *pictures())
+                order.append("written")
 
         thread = threading.Thread(target=late)
         thread.start()
@@ -136,8 +140,22 @@ def test_one_at_a_time(tmp_path):
         order.append("first")
         write_view(file, path, "k", *pictures())
     thread.join(10)
-    assert order == ["first", "late", "read"]
+    assert order == ["first", "late", "read", "written"]
+    np.testing.assert_array_equal(read_view(path, "new", 5, 8), pictures()[0])
     assert [file.name for file in tmp_path.iterdir()] == ["a.view"]
+
+
+def test_who_has_finished_leaves_the_next_alone(tmp_path):
+    path = tmp_path / "a.view"
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(claim_view(path, wait=False))
+        assert first is not None
+        write_view(first, path, "k", *pictures())
+        with claim_view(path, wait=False) as second:
+            assert second is not None
+            stack.close()
+            write_view(second, path, "new", *pictures())
+    np.testing.assert_array_equal(read_view(path, "new", 5, 8), pictures()[0])
 
 
 def test_many_processes_draw_each_view_once(tmp_path):
