@@ -5,6 +5,7 @@ from metaleader.streams.catalogue import STREAMS, make_stream
 from metaleader.streams.cifar import cifar100
 from metaleader.streams.mnist import Digits
 from metaleader.streams.nway import Labelled, NWayStream
+from metaleader.streams.pose import PoseStream
 from metaleader.streams.quadratic import QuadraticStream
 from metaleader.streams.rainbow import RainbowStream, rainbow_digits, rainbow_mnist
 from metaleader.streams.sinusoid import SinusoidStream
@@ -15,6 +16,7 @@ __all__ = [
     "Digits",
     "Labelled",
     "NWayStream",
+    "PoseStream",
     "QuadraticStream",
     "RainbowStream",
     "SinusoidStream",

@@ -1,0 +1,140 @@
+"""The cache of the pose stream: one file a view, whole or absent, drawn by one process at a time.
+
+A file is a line of JSON and, compressed, the picture of the empty table, for each image the box in which it differs
+from that (top, bottom, left, right), and the pixels of all boxes. These are few of all pixels, so it is read fast.
+While a view is drawn its `.part` file is locked; a kill frees the lock, and the next process starts that view afresh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+FORMAT = "metaleader pose view 1"
+
+
+def default_cache() -> Path:
+    """The folder that caches are kept in: METALEADER_CACHE, or metaleader's folder in ~/.cache."""
+    return Path(os.environ.get("METALEADER_CACHE") or Path.home() / ".cache" / "metaleader")
+
+
+def read_view(path: Path, key: str, num: int, size: int) -> np.ndarray:
+    """The images (num, 3, size, size), uint8, of a view.
+
+    Raises:
+        FileNotFoundError: when it has not been drawn yet.
+        ValueError: for a truncated, damaged or foreign file.
+    """
+    line, _, content = path.read_bytes().partition(b"\n")
+    try:
+        header = json.loads(line)
+        found = [header[name] for name in ("format", "key", "view", "images", "size")]
+        if found != [FORMAT, key, path.stem, num, size]:
+            raise ValueError(f"it holds {found}")
+        if hashlib.sha256(content).hexdigest() != header["sha256"]:
+            raise ValueError("its checksum does not match")
+        return _unpack(content, num, size)
+    except (ValueError, KeyError, TypeError, zlib.error) as error:
+        raise ValueError(f"{path} is truncated or damaged ({error})") from error
+
+
+@contextlib.contextmanager
+def claim_view(path: Path, wait: bool) -> Iterator[IO[bytes] | None]:
+    """Become the only one, among processes and threads, to draw a view; gives the file for `write_view`.
+
+    Args:
+        path: the view's file.
+        wait: when another draws the view, wait for it, or else give None.
+
+    Raises:
+        OSError: when the cache cannot be written.
+    """
+    part = path.with_suffix(".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = open(part, "ab")  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            file.close()
+            yield None
+            return
+        if _is_at(file, part):
+            break
+        file.close()  # its owner finished and renamed or removed it while we waited
+    try:
+        yield file
+    finally:
+        if _is_at(file, part):
+            part.unlink()
+        file.close()
+
+
+def write_view(file: IO[bytes], path: Path, key: str, images: np.ndarray, empty: np.ndarray) -> None:
+    """Store a claimed view: the images (num, 3, size, size) and that of the empty table (3, size, size), uint8.
+
+    Raises:
+        OSError: when the disk is full; no file is left then.
+    """
+    content = _pack(images, empty)
+    header = {"format": FORMAT, "key": key, "view": path.stem, "images": len(images), "size": images.shape[-1]}
+    header["sha256"] = hashlib.sha256(content).hexdigest()
+    file.truncate(0)
+    file.write(json.dumps(header).encode() + b"\n" + content)
+    file.flush()
+    os.fsync(file.fileno())
+    os.replace(path.with_suffix(".part"), path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _pack(images: np.ndarray, empty: np.ndarray) -> bytes:
+    changed = (images != empty).any(1)
+    boxes = np.concatenate([_ends(changed.any(2)), _ends(changed.any(1))], 1)
+    pixels = [
+        image[:, top:bottom, left:right].tobytes()
+        for image, (top, bottom, left, right) in zip(images, boxes.tolist(), strict=True)
+    ]
+    return zlib.compress(b"".join([empty.tobytes(), boxes.astype("<u2").tobytes(), *pixels]))
+
+
+def _unpack(content: bytes, num: int, size: int) -> np.ndarray:
+    # A limit, so that a foreign file cannot fill the memory.
+    most = (num + 1) * 3 * size * size + num * 8
+    raw = np.frombuffer(zlib.decompressobj().decompress(content, most + 1), np.uint8)
+    empty, boxes, pixels = np.split(raw, [3 * size * size, 3 * size * size + num * 8])
+    images = np.empty((num, 3, size, size), np.uint8)
+    images[:] = empty.reshape(3, size, size)
+    start = 0
+    for image, (top, bottom, left, right) in zip(images, boxes.view("<u2").reshape(num, 4).tolist(), strict=True):
+        end = start + 3 * (bottom - top) * (right - left)
+        image[:, top:bottom, left:right] = pixels[start:end].reshape(3, bottom - top, right - left)
+        start = end
+    if start != len(pixels):
+        raise ValueError(f"it holds {len(pixels)} bytes of pixels, not {start}")
+    return images
+
+
+def _ends(changed: np.ndarray) -> np.ndarray:
+    """The first place and the one after the last where rows (num, size) are true: (num, 2), equal where none is."""
+    first, last = changed.argmax(1), changed.shape[1] - changed[:, ::-1].argmax(1)
+    return np.column_stack([first, np.where(changed.any(1), last, first)])
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
