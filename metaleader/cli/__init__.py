@@ -8,12 +8,13 @@ from typing import Any
 
 import tyro
 
-from metaleader.cli.data import data
-from metaleader.cli.run import run
-from metaleader.cli.show import show
-from metaleader.cli.theory import theory
+from metaleader.cli.data import data as _data
+from metaleader.cli.run import run as _run
+from metaleader.cli.show import show as _show
+from metaleader.cli.theory import theory as _theory
 
-COMMANDS: dict[str, Callable[..., Any]] = {"run": run, "theory": theory, "show": show, "data": data}
+# Imported under other names, so that the modules keep theirs.
+COMMANDS: dict[str, Callable[..., Any]] = {"run": _run, "theory": _theory, "show": _show, "data": _data}
 
 
 def main(arguments: list[str] | None = None) -> None:
