@@ -1,17 +1,16 @@
-"""Experiments as dataclasses, presets as functions: what `metaleader run` runs."""
+"""Experiments as dataclasses: what `metaleader run` runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import rich.console
@@ -20,17 +19,14 @@ import rich.table
 import torch
 from torch import nn
 
-from metaleader import losses, models
 from metaleader.engine import Engine, Mode
 from metaleader.evaluate import play_together
-from metaleader.learners import FTL, FTML, TOE, Learner, Scratch
-from metaleader.losses import Loss
-from metaleader.plots import STYLES, stream_figure
+from metaleader.learners import Learner
+from metaleader.losses import takes_labels
+from metaleader.plots import STYLES, record_error, stream_figure
+from metaleader.presets import PRESETS, Preset, Schedule
 from metaleader.runs import Run, read_records
-from metaleader.streams import SinusoidStream
 from metaleader.tasks import Task, TaskStream
-
-Schedule = Literal["standard", "quick"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class Experiment:
     """What a run is asked to do; these fields are the head of its `config.json`."""
 
     preset: str
-    methods: tuple[str, ...] = tuple(STYLES)
+    methods: tuple[str, ...] | None = None
     seeds: int = 3
     schedule: Schedule = "standard"
     tasks: int | None = None
@@ -47,106 +43,89 @@ class Experiment:
     data: str | None = None
 
 
-@dataclass(frozen=True)
-class Preset:
-    """What a preset fixes.
-
-    Attributes:
-        stream: makes the stream of a seed.
-        model: builds the network.
-        loss: what is learned.
-        methods: for each method, the function that makes its learner, with the settings tuned for it.
-        meta_steps: updates a reveal.
-        reveal: datapoints revealed at a time.
-        gamma: the threshold of proficiency.
-        few: the size of D_t of the figure's middle panel.
-        many: the size of D_t of its right panel.
-        error_name: what the error is called.
-        steps: numbers of adaptation steps measured; the first is the record's own.
-    """
-
-    stream: Callable[[int], TaskStream]
-    model: Callable[[], nn.Module]
-    loss: Loss
-    methods: dict[str, Callable[..., Learner]]
-    meta_steps: int
-    reveal: int
-    gamma: float
-    few: int
-    many: int
-    error_name: str
-    steps: tuple[int, ...] = (5, 1, 10)
-
-
-def sinusoid(schedule: Schedule) -> Preset:
-    """Sinusoid regression with an MLP: 40 tasks of 30 datapoints, 10 at a time."""
-    num_tasks = {"standard": 40, "quick": 15}[schedule]
-    return Preset(
-        stream=lambda seed: SinusoidStream(tasks=num_tasks, train=30, seed=seed),
-        model=lambda: models.mlp(1, 1),
-        loss=losses.squared_error,
-        # Tuned on seed 1000: see the log of experiments.
-        methods={
-            "ftml": functools.partial(FTML, inner_lr=0.01),
-            "ftml-last": functools.partial(FTML, inner_lr=0.01, only="last"),
-            "ftl": functools.partial(FTL, inner_lr=0.003),
-            "toe": TOE,
-            "scratch": functools.partial(Scratch, meta_lr=3e-3),
-        },
-        meta_steps=50,
-        reveal=10,
-        gamma=0.1,
-        few=10,
-        many=30,
-        error_name="squared error",
-    )
-
-
-PRESETS: dict[str, Callable[[Schedule], Preset]] = {"sinusoid": sinusoid}
-
-
 def run_experiment(experiment: Experiment, folder: Path) -> None:
     """Run every method of an experiment over the same streams, write records and a figure, print the table."""
-    _check_names("preset", [experiment.preset], PRESETS)
-    preset = PRESETS[experiment.preset](experiment.schedule)
-    _check_names("method", experiment.methods, preset.methods)
-    if experiment.seeds < 1 or (experiment.tasks is not None and experiment.tasks < 1):
-        raise ValueError(f"seeds and tasks must be at least 1, got {experiment.seeds} and {experiment.tasks}")
+    experiment, preset = checked(experiment)
     device = _device(experiment.device)
+    if preset.threads is not None:
+        torch.set_num_threads(preset.threads)
     console = rich.console.Console()
-    streams = [_first(preset.stream(seed), experiment.tasks) for seed in range(experiment.seeds)]
-    more = [f"loss_{number}" for number in preset.steps[1:]]
-    run = Run(folder, _config(experiment, preset, device), more)
+    streams = [First(preset.stream(seed, experiment.data), preset.tasks) for seed in range(experiment.seeds)]
+    run = Run(folder, _config(experiment, preset, device), _more_columns(preset, streams[0]))
     timings: dict[str, float] = {}
     with _progress(console) as progress:
-        for method in experiment.methods:
+        for method in experiment.methods or ():
             started = time.perf_counter()
-            learners = _learners(preset, method, experiment, device, streams[0], console)
+            learners = _learners(preset, method, experiment, device, console)
             bar = progress.add_task(STYLES[method][0], total=len(streams[0]), note="")
-            for records in play_together(learners, streams, preset.reveal, gamma=preset.gamma, steps=preset.steps):
+            for records in play_together(
+                learners, streams, preset.reveal, reveals=preset.reveals, gamma=preset.gamma, steps=preset.steps
+            ):
                 run.append(method, enumerate(records))
-                error = float(np.mean([record.loss for record in records]))
+                error = float(np.mean([record_error(vars(record)) for record in records]))
                 progress.update(bar, completed=records[0].round + 1, note=f"{preset.error_name} {error:.3g}")
             timings[method] = time.perf_counter() - started
     records = read_records(folder)
-    paths = stream_figure(records, preset.few, preset.many, folder / "figure", preset.error_name)
-    console.print(_table(records, preset, experiment.methods, timings))
+    paths = stream_figure(records, preset.panels[0], preset.panels[-1], folder / "figure", preset.error_name)
+    console.print(_table(records, preset, experiment.methods or (), timings))
     console.print(f"records: {run.records_path}", soft_wrap=True)
     print(paths[0].resolve())
 
 
+def checked(experiment: Experiment) -> tuple[Experiment, Preset]:
+    """An experiment with its methods filled in, and its preset; names and numbers are checked."""
+    _check_names("preset", [experiment.preset], PRESETS)
+    preset = PRESETS[experiment.preset](experiment.schedule)
+    methods = tuple(preset.methods) if experiment.methods is None else experiment.methods
+    _check_names("method", methods, preset.methods)
+    if experiment.seeds < 1 or (experiment.tasks is not None and experiment.tasks < 1):
+        raise ValueError(f"seeds and tasks must be at least 1, got {experiment.seeds} and {experiment.tasks}")
+    preset = dataclasses.replace(preset, tasks=min(preset.tasks, experiment.tasks or preset.tasks))
+    return dataclasses.replace(experiment, methods=methods), preset
+
+
+class First:
+    """The first tasks of a stream.
+
+    >>> from metaleader.streams import SinusoidStream
+    >>> stream = First(SinusoidStream(tasks=9), 3)
+    >>> len(stream), len(list(stream))
+    (3, 3)
+    """
+
+    def __init__(self, stream: TaskStream, num: int) -> None:
+        self._stream, self._num = stream, min(num, len(stream))
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitem__(self, t: int) -> Task:
+        if not 0 <= t < self._num:
+            raise IndexError(f"round {t} of a stream of {self._num} tasks")
+        return self._stream[t]
+
+
 def _learners(
-    preset: Preset, method: str, experiment: Experiment, device: torch.device, stream: TaskStream, console: Any
+    preset: Preset, method: str, experiment: Experiment, device: torch.device, console: rich.console.Console
 ) -> list[Learner]:
-    reveals = sum(-(-len(stream[t].train.y) // preset.reveal) for t in range(len(stream)))
-    engine = Engine(experiment.engine, reveals * preset.meta_steps, device)
-    console.print(f"{STYLES[method][0]}: {reveals * preset.meta_steps} updates, engine {engine.mode}", highlight=False)
+    updates = preset.tasks * preset.reveals * preset.meta_steps
+    engine = Engine(experiment.engine, updates if method.startswith("ftml") else updates // 10, device)
+    console.print(f"{STYLES[method][0]}: {updates} updates, engine {engine.mode}", highlight=False)
     return [
         preset.methods[method](
             preset.model, preset.loss, meta_steps=preset.meta_steps, seed=seed, device=device, engine=engine
         )
         for seed in range(experiment.seeds)
     ]
+
+
+def _more_columns(preset: Preset, stream: TaskStream) -> list[str]:
+    """The columns beyond those of every run, in the order of `Record.more`."""
+    names = ["loss", "accuracy"] if takes_labels(preset.loss) else ["loss"]
+    columns = [f"{name}_{number}" for number in preset.steps[1:] for name in names]
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in preset.model().modules()):
+        columns += [f"{name}_task" for name in names]
+    return columns + (["new_datapoints"] if stream[0].ids is not None else [])
 
 
 def _config(experiment: Experiment, preset: Preset, device: torch.device) -> dict[str, Any]:
@@ -173,12 +152,13 @@ def _version() -> str:
 def _table(records: Sequence[dict[str, Any]], preset: Preset, methods: Sequence[str], timings: dict[str, float]) -> Any:
     """Mean and standard error over seeds, over the last third of the tasks and the first."""
     last = max(r["round"] for r in records)
+    few, many = preset.panels[0], preset.panels[-1]
     table = rich.table.Table(title=f"{preset.error_name}, mean ± standard error over seeds")
     for column in (
         "method",
-        f"last third, {preset.few} datapoints",
-        f"last third, {preset.many}",
-        f"first third, {preset.few}",
+        f"last third, {few} datapoints",
+        f"last third, {many}",
+        f"first third, {few}",
     ):
         table.add_column(column)
     table.add_column("solved")
@@ -187,12 +167,12 @@ def _table(records: Sequence[dict[str, Any]], preset: Preset, methods: Sequence[
         own = [r for r in records if r["method"] == method]
         late = [r for r in own if r["round"] > last * 2 / 3]
         early = [r for r in own if r["round"] < last / 3]
-        solved = [r["needed"] is not None for r in late if r["datapoints"] == preset.many]
+        solved = [r["needed"] is not None for r in late if r["datapoints"] == many]
         table.add_row(
             STYLES[method][0],
-            _mean([r for r in late if r["datapoints"] == preset.few]),
-            _mean([r for r in late if r["datapoints"] == preset.many]),
-            _mean([r for r in early if r["datapoints"] == preset.few]),
+            _mean([r for r in late if r["datapoints"] == few]),
+            _mean([r for r in late if r["datapoints"] == many]),
+            _mean([r for r in early if r["datapoints"] == few]),
             f"{np.mean(solved):.0%}",
             f"{timings[method]:.0f}",
         )
@@ -202,9 +182,7 @@ def _table(records: Sequence[dict[str, Any]], preset: Preset, methods: Sequence[
 def _mean(records: Sequence[dict[str, Any]]) -> str:
     by_seed: dict[int, list[float]] = {}
     for record in records:
-        by_seed.setdefault(record["seed"], []).append(
-            record["loss"] if record["accuracy"] is None else 1 - record["accuracy"]
-        )
+        by_seed.setdefault(record["seed"], []).append(record_error(record))
     means = np.array([np.mean(values) for values in by_seed.values()])
     if len(means) < 2:
         return f"{means.mean():.3f}"
@@ -231,10 +209,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r} is not there: torch finds no CUDA device; use --device cpu")
     return device
-
-
-def _first(stream: TaskStream, num: int | None) -> TaskStream | list[Task]:
-    return stream if num is None else [stream[t] for t in range(min(num, len(stream)))]
 
 
 def _progress(console: Any) -> rich.progress.Progress:

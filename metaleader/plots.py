@@ -44,7 +44,7 @@ def stream_figure(
         needed = [{**r, "value": r["needed"] or largest} for r in own if r["datapoints"] == largest]
         _draw(panels[0], method, needed, window)
         for panel, size in zip(panels[1:], (few, many), strict=True):
-            _draw(panel, method, [{**r, "value": _error(r)} for r in own if r["datapoints"] == size], window)
+            _draw(panel, method, [{**r, "value": record_error(r)} for r in own if r["datapoints"] == size], window)
     panels[0].set_ylabel("datapoints to proficiency")
     panels[0].set_ylim(0, largest * 1.05)
     for panel, size in zip(panels[1:], (few, many), strict=True):
@@ -62,7 +62,8 @@ def stream_figure(
     return paths
 
 
-def _error(record: dict[str, Any]) -> float:
+def record_error(record: dict[str, Any]) -> float:
+    """The error of a record: 1 - accuracy, or the loss for regression."""
     return record["loss"] if record["accuracy"] is None else 1 - record["accuracy"]
 
 

@@ -7,11 +7,11 @@ from typing import Literal
 
 
 def run(
-    preset: str = "sinusoid",
+    preset: str = "rainbow-digits",
     /,
-    methods: str = "ftml,ftml-last,ftl,toe,scratch",
+    methods: str | None = None,
     seeds: int = 3,
-    schedule: Literal["standard", "quick"] = "standard",
+    schedule: Literal["standard", "paper", "quick"] = "standard",
     tasks: int | None = None,
     out: Path | None = None,
     device: str = "auto",
@@ -21,10 +21,10 @@ def run(
     """Run an experiment: every method over the same streams, records and a figure into a folder.
 
     Args:
-        preset: which experiment.
-        methods: which methods, separated by commas.
+        preset: rainbow-digits, rainbow-mnist, cifar100, pose or sinusoid.
+        methods: which of ftml, ftml-last, ftl, toe and scratch, separated by commas; all of the preset if not given.
         seeds: how many seeds, run side by side; each has its own initialisation, stream and draws.
-        schedule: how many updates a reveal; quick is for a first look.
+        schedule: how many updates a reveal: 10, as many as the authors, or few for a first look.
         tasks: stop after this many tasks.
         out: the run folder; runs/PRESET if not given.
         device: cpu, cuda, or auto for the GPU where there is one.
@@ -35,7 +35,7 @@ def run(
 
     experiment = Experiment(
         preset=preset,
-        methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
+        methods=None if methods is None else tuple(name.strip() for name in methods.split(",") if name.strip()),
         seeds=seeds,
         schedule=schedule,
         tasks=tasks,
