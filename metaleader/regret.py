@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.evaluate import ADAPTATION_STEPS, Record
 from metaleader.inner import Params, StepSize, adapt
-from metaleader.learners.base import Model, initial_module
+from metaleader.learners.start import Model, initial_module
 from metaleader.losses import Loss, unsmoothed
 from metaleader.metagrad import meta_gradient
 from metaleader.network import Network

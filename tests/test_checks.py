@@ -180,7 +180,7 @@ class LearnsBeforeItLooks(ml.FTML):
     """Checks the data too late."""
 
     def observe(self, x: Any, y: Any, *, ids: Any = None, update: bool = True) -> None:
-        self.step += 1
+        self.round += 1
         super().observe(x, y, update=update)
 
 

@@ -1,7 +1,8 @@
 """Learners: FTML and the baselines it is compared with, one contract."""
 
-from metaleader.learners.base import Learner, update_together
+from metaleader.learners.base import Learner
 from metaleader.learners.baselines import FTL, TOE, Scratch
 from metaleader.learners.ftml import FTML
+from metaleader.learners.together import update_together
 
 __all__ = ["FTL", "FTML", "TOE", "Learner", "Scratch", "update_together"]

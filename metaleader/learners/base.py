@@ -5,9 +5,6 @@ A learner is final; it says only which datapoints an update draws, which gradien
 
 from __future__ import annotations
 
-import copy
-import functools
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,25 +13,19 @@ from typing import Any, NamedTuple, Self, TypedDict, overload
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from metaleader.buffer import Draw, TaskBuffer, Weights
 from metaleader.classes import ClassBuffer
 from metaleader.engine import Engine, Mode, Objective
-from metaleader.inner import Params, StepSize, adapt, moving_names, step_sizes
+from metaleader.inner import Params, StepSize, adapt
+from metaleader.learners.outer import OptimizerFactory, Outer, Schedule
+from metaleader.learners.start import Model, check_integer, initial_module
+from metaleader.learners.together import update_together
 from metaleader.losses import Loss
 from metaleader.network import Network, Statistics, scale_uint8
 from metaleader.store import load_tree, save_tree
 from metaleader.tasks import Batch, Tree, check_alike, check_batch, num_rows, rng, to_device
 
-Model = nn.Module | Callable[[], nn.Module]
-Schedule = float | Sequence[tuple[int, float]]
-OptimizerFactory = Callable[..., torch.optim.Optimizer]
-
-_OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "adam": functools.partial(torch.optim.Adam, fused=True),
-    "sgd": functools.partial(torch.optim.SGD, momentum=0.9, fused=True),
-}
 _FILE, _FILE_VERSION = "metaleader-learner", 1
 # The callables among the hyperparameters: they are not saved, and must be passed again to `load`.
 _CALLABLES = ("optimizer", "weights", "preprocess")
@@ -107,10 +98,6 @@ class Learner(ABC):
             ("seed", seed, 0),
         ):
             check_integer(name, value, low)
-        if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:
-            raise ValueError(f"optimizer must be one of {sorted(_OPTIMIZERS)} or a function, got {optimizer!r}")
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be positive or None, got {clip}")
         self.loss = loss
         self.meta_steps = meta_steps
         self.tasks_per_step = tasks_per_step
@@ -118,9 +105,7 @@ class Learner(ABC):
         self.clip = clip
         self.seed = seed
         self.device = torch.device(device)
-        self._meta_lr = _check_schedule(meta_lr)
         self._model = model
-        self._make_optimizer = _OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
         self._hyperparameters: dict[str, Any] = {
             "meta_lr": meta_lr if isinstance(meta_lr, int | float) else [list(pair) for pair in meta_lr],
             "meta_steps": meta_steps,
@@ -134,14 +119,10 @@ class Learner(ABC):
         }
         self._network = Network(initial_module(model, seed, 0), loss, preprocess)
         self._network.module.to(self.device)
-        self.params: Params = self._network.params()
-        self._optimizer = self._new_optimizer()
+        self._outer = Outer(self._network.params(), optimizer, meta_lr, clip)
         self._buffer: TaskBuffer | ClassBuffer = TaskBuffer(self.device, weights)
         self._engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
         self._objective = Objective(self._network.loss_fn)
-        self.step = 0
-        # The update that `meta_lr` counts from; a learner that starts anew moves it.
-        self._schedule_start = 0
         self.round = -1
         self.task: str | None = None
 
@@ -261,6 +242,16 @@ class Learner(ABC):
         return chosen if several else chosen[0]
 
     @property
+    def params(self) -> Params:
+        """w_t, by name."""
+        return self._outer.params
+
+    @property
+    def step(self) -> int:
+        """Updates made so far."""
+        return self._outer.step
+
+    @property
     def has_batch_norm(self) -> bool:
         """Whether the choice of statistics makes a difference."""
         return self._network.has_batch_norm
@@ -284,8 +275,8 @@ class Learner(ABC):
         Args:
             data: False leaves the observed datapoints out; they must be observed again before `load_state_dict`.
         """
-        state = {"step": self.step, "round": self.round, "task": self.task}
-        return state | self._training_state() | {"buffer": self._buffer.state_dict(data)}
+        state = {"round": self.round, "task": self.task}
+        return state | self._outer.state_dict() | {"buffer": self._buffer.state_dict(data)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state: bit for bit as the learner it was taken from.
@@ -302,20 +293,13 @@ class Learner(ABC):
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         try:
-            params = state["params"]
-            found = {name: tuple(value.shape) for name, value in params.items()}
-            expected = {name: tuple(value.shape) for name, value in self.params.items()}
-            if found != expected:
-                raise ValueError(f"the state is of another model: {_difference(found, expected)}")
-            if any(params[name].dtype != value.dtype for name, value in self.params.items()):
-                raise ValueError("the state is of a model with another dtype; convert the model first")
             memory = ClassBuffer if state["buffer"]["kind"] == ClassBuffer.kind else TaskBuffer
             buffer = self._buffer
             if not isinstance(buffer, memory):
                 buffer = memory(self.device, buffer.weights)
             buffer.load_state_dict(state["buffer"])
             self._buffer = buffer
-            self._restore_training_state(state)
+            self._outer.load_state_dict(state)
             self.round, self.task = state["round"], state["task"]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a learner's state_dict: {error!r}") from error
@@ -340,7 +324,7 @@ class Learner(ABC):
             model: the same architecture; its weights are replaced.
             loss: the same loss.
             callables: `optimizer`, `weights` or `preprocess` where the saved learner had functions for them, and
-                `device` for another device than the CPU.
+                `device` and `engine`, which are not saved.
 
         Raises:
             FileNotFoundError: when there is no such file.
@@ -360,7 +344,7 @@ class Learner(ABC):
             raise ValueError(
                 f"{path} was saved with functions of your own; pass {', '.join(f'{m}=...' for m in missing)}"
             )
-        unknown = set(callables) - set(given) - {"device"}
+        unknown = set(callables) - set(given) - {"device", "engine"}
         if unknown:
             raise ValueError(f"{sorted(unknown)} come from the file; change them on the learner, or build a new one")
         try:
@@ -380,25 +364,8 @@ class Learner(ABC):
 
     def _what_to_lower(self) -> str:
         procedure = self._adaptation()
-        return f"meta_lr ({self._lr(self.step - self._schedule_start)})" + (
-            f" or inner_lr ({procedure.lr})" if procedure else ""
-        )
-
-    def _lr(self, number: int) -> float:
-        return next(lr for start, lr in reversed(self._meta_lr) if start <= number)
-
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        return self._make_optimizer(list(self.params.values()), lr=self._lr(0))
-
-    def _descend(self, gradient: Params, norm: Tensor, number: int) -> None:
-        scale = None if self.clip is None else torch.clamp(self.clip / (norm + 1e-12), max=1.0)
-        for name, value in self.params.items():
-            value.grad = gradient[name] if scale is None else gradient[name] * scale
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._lr(number - self._schedule_start)
-        self._optimizer.step()
-        for value in self.params.values():
-            value.grad = None
+        inner = f" or inner_lr ({procedure.lr})" if procedure else ""
+        return f"meta_lr ({self._outer.lr(self.step)}){inner}"
 
     def _noise(self, numbers: Sequence[int], num_tasks: int) -> Tensor | None:
         if not self._network.has_dropout:
@@ -412,172 +379,3 @@ class Learner(ABC):
             return None
         drawn = rng("adapt dropout", self.seed, self.round, num_datapoints).integers(2**31, size=stop)
         return torch.from_numpy(drawn[done:]).to(self.device)
-
-    def _reinitialise(self) -> None:
-        module = initial_module(self._model, self.seed, self.round, fresh=True)
-        for name, value in module.named_parameters():
-            self.params[name].copy_(value.detach())
-        self._optimizer = self._new_optimizer()
-        self._schedule_start = self.step
-
-    def _training_state(self) -> dict[str, Any]:
-        optimizer = self._optimizer.state_dict()
-        return {
-            "step": self.step,
-            "schedule_start": self._schedule_start,
-            "params": {name: value.clone() for name, value in self.params.items()},
-            "optimizer": {
-                "state": {str(i): _plain(values) for i, values in optimizer["state"].items()},
-                "groups": [
-                    {k: v for k, v in group.items() if k != "params" and _is_plain(v)}
-                    for group in optimizer["param_groups"]
-                ],
-            },
-        }
-
-    def _restore_training_state(self, state: Mapping[str, Any]) -> None:
-        self.step, self._schedule_start = state["step"], state["schedule_start"]
-        for name, value in self.params.items():
-            value.copy_(state["params"][name])
-        self._optimizer = self._new_optimizer()
-        whole = self._optimizer.state_dict()
-        whole["state"] = {int(i): copy.deepcopy(values) for i, values in state["optimizer"]["state"].items()}
-        for group, saved in zip(whole["param_groups"], state["optimizer"]["groups"], strict=True):
-            group.update(saved)
-        self._optimizer.load_state_dict(whole)
-
-
-@torch.no_grad()
-def update_together(learners: Sequence[Learner], steps: int | None = None) -> None:
-    """Run the updates of learners of one shape side by side, on the first one's engine.
-
-    Each learner has its own parameters, data, draws and optimiser; what it learns does not depend on the others.
-
-    Raises:
-        ValueError: when a loss or gradient is not finite; all learners are then as before the call.
-    """
-    lead = learners[0]
-    num = lead._num_updates(lead.meta_steps if steps is None else steps)
-    numbers = range(lead.step, lead.step + num)
-    if any(learner.step != lead.step or type(learner) is not type(lead) for learner in learners):
-        raise ValueError("learners side by side must be of one kind and have made the same number of updates")
-    draws = [learner._draw(numbers) if numbers else None for learner in learners]
-    if any(draw is None for draw in draws):
-        return
-    before = [learner._training_state() for learner in learners]
-    try:
-        _run_updates(learners, numbers, [draw for draw in draws if draw is not None])
-    except BaseException:
-        for learner, state in zip(learners, before, strict=True):
-            learner._restore_training_state(state)
-        raise
-
-
-def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Draw]) -> None:
-    lead = learners[0]
-    noises = [learner._noise(numbers, lead.tasks_per_step) for learner in learners]
-    watched = []
-    for i, number in enumerate(numbers):
-        batches = [learner._buffer.gather(draw.at(i)) for learner, draw in zip(learners, draws, strict=True)]
-        params = _stack([learner.params for learner in learners])
-        noise = None if noises[0] is None else torch.stack([noise[i] for noise in noises if noise is not None])
-        support, query = _stack([pair[0] for pair in batches]), _stack([pair[1] for pair in batches])
-        losses, gradients = lead._engine.gradient(lead._objective, params, support, query, noise)
-        norms = torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(value.flatten(1), dim=1) for value in gradients.values()]), dim=0
-        )
-        for r, learner in enumerate(learners):
-            learner._descend({name: value[r] for name, value in gradients.items()}, norms[r], number)
-        watched.append(torch.stack([losses, norms]))
-    for learner in learners:
-        learner.step = numbers.stop
-    # The one point where the host waits for the device.
-    finite = torch.isfinite(torch.stack(watched)).all(1).cpu()
-    if not bool(finite.all()):
-        first, r = (int(value) for value in (~finite).nonzero()[0])
-        raise ValueError(
-            f"the loss or its gradient is not finite at update {first + 1} of {len(numbers)}, {learners[r]._where()}:"
-            f" lower {learners[r]._what_to_lower()}, set clip, or check the scale of the data; the learner is as before"
-            " the call"
-        )
-
-
-def _stack(trees: list[Any]) -> Any:
-    if len(trees) == 1:
-        return tree_map(lambda leaf: leaf[None], trees[0])
-    return tree_map(lambda *leaves: torch.stack(leaves), *trees)
-
-
-def initial_module(model: Model, seed: int, t: int, fresh: bool = False) -> nn.Module:
-    """Build the module of a learner, from seed and round alone; with `fresh`, a given module is initialised anew."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(rng("initialisation", seed, t).integers(2**63)))
-        if not isinstance(model, nn.Module):
-            built = model() if callable(model) else model
-            if not isinstance(built, nn.Module):
-                raise ValueError(
-                    f"the model must be an nn.Module or a function that builds one, got {type(built).__name__}"
-                )
-            return built
-        if not fresh:
-            return model
-        module = copy.deepcopy(model)
-        for name, part in module.named_modules():
-            if not any(True for _ in part.parameters(recurse=False)):
-                continue
-            reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-            if reset is None:
-                raise ValueError(
-                    f"layer {name!r} ({type(part).__name__}) has no reset_parameters, so it cannot be initialised anew;"
-                    " pass a function that builds the model instead of a module"
-                )
-            reset()
-        return module
-
-
-def check_integer(name: str, value: Any, low: int) -> None:
-    """Refuse what is not an integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
-        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
-
-
-def check_step_size(name: str, lr: StepSize, params: Params, only: str | None) -> None:
-    """Refuse step sizes that are negative, not finite, or not of the tensors that move."""
-    moving = {key: params[key] for key in moving_names(params, only)}
-    for key, value in step_sizes(lr, moving).items():
-        if not (math.isfinite(float(value)) and float(value) >= 0):
-            raise ValueError(f"{name} must be a finite number of at least 0, got {float(value)} for {key}")
-
-
-def _check_schedule(meta_lr: Schedule) -> list[tuple[int, float]]:
-    pairs = [(0, meta_lr)] if isinstance(meta_lr, int | float) else [(int(n), lr) for n, lr in meta_lr]
-    starts = [start for start, _ in pairs]
-    if not pairs or starts[0] != 0 or starts != sorted(set(starts)):
-        raise ValueError(
-            f"meta_lr must be a number, or (from update, step size) pairs that begin at 0; got {meta_lr!r}"
-        )
-    if not all(math.isfinite(lr) and lr >= 0 for _, lr in pairs):
-        raise ValueError(f"meta_lr must be finite and at least 0, got {meta_lr!r}")
-    return [(start, float(lr)) for start, lr in pairs]
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | tuple | list)
-
-
-def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
-    lines = [f"{name}: saved {found[name]}, here {expected[name]}" for name in found if name in expected]
-    changed = [
-        line
-        for line, name in zip(lines, [n for n in found if n in expected], strict=True)
-        if found[name] != expected[name]
-    ]
-    return "; ".join(
-        [*changed[:3]]
-        + [f"only in the file: {name}" for name in list(found.keys() - expected.keys())[:3]]
-        + [f"only in the model: {name}" for name in list(expected.keys() - found.keys())[:3]]
-    )

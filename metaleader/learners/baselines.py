@@ -13,7 +13,8 @@ from torch import nn
 
 from metaleader.buffer import Draw
 from metaleader.inner import StepSize
-from metaleader.learners.base import Adaptation, Common, Learner, Model, check_integer, check_step_size, initial_module
+from metaleader.learners.base import Adaptation, Common, Learner
+from metaleader.learners.start import Model, check_integer, check_step_size, initial_module
 from metaleader.losses import Loss
 
 
@@ -87,7 +88,7 @@ class Scratch(Learner):
         return 2 * meta_steps
 
     def _on_begin(self) -> None:
-        self._reinitialise()
+        self._outer.restart(dict(initial_module(self._model, self.seed, self.round, fresh=True).named_parameters()))
 
     def _draw(self, steps: Sequence[int]) -> Draw | None:
         return self._buffer.draw(self.seed, steps, self.tasks_per_step, 0, self.query, which="current")

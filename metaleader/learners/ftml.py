@@ -8,7 +8,8 @@ from typing import Unpack
 from metaleader.buffer import Draw
 from metaleader.engine import Objective
 from metaleader.inner import StepSize
-from metaleader.learners.base import Adaptation, Common, Learner, Model, check_integer, check_step_size
+from metaleader.learners.base import Adaptation, Common, Learner
+from metaleader.learners.start import Model, check_integer, check_step_size
 from metaleader.losses import Loss
 
 

@@ -1,0 +1,135 @@
+"""The outer step: the parameters of a learner, the optimiser that moves them, and its step schedule (Algorithm 2)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metaleader.inner import Params
+
+# One step size, or (from update, step size) pairs
+Schedule = float | Sequence[tuple[int, float]]
+# Of (parameters, lr=...)
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+_OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adam": functools.partial(torch.optim.Adam, fused=True),
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9, fused=True),
+}
+
+
+class Outer:
+    """Parameters with their optimiser.
+
+    Attributes:
+        params: changed in place.
+        step: updates made.
+    """
+
+    def __init__(
+        self, params: Params, optimizer: str | OptimizerFactory, meta_lr: Schedule, clip: float | None
+    ) -> None:
+        if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {sorted(_OPTIMIZERS)} or a function, got {optimizer!r}")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be positive or None, got {clip}")
+        self.params = params
+        self.step = 0
+        self._clip = clip
+        self._schedule = _checked_schedule(meta_lr)
+        # The update that the schedule counts from; a learner that starts anew moves it.
+        self._schedule_start = 0
+        self._make = _OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        self._optimizer = self._make(list(params.values()), lr=self._schedule[0][1])
+
+    def lr(self, number: int) -> float:
+        """The step size of an update."""
+        return next(lr for start, lr in reversed(self._schedule) if start <= number - self._schedule_start)
+
+    def descend(self, gradient: Params, norm: Tensor, number: int) -> None:
+        """Take one step down a gradient of known norm; `step` is counted by the caller, once for many updates."""
+        scale = None if self._clip is None else torch.clamp(self._clip / (norm + 1e-12), max=1.0)
+        for name, value in self.params.items():
+            value.grad = gradient[name] if scale is None else gradient[name] * scale
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.lr(number)
+        self._optimizer.step()
+        for value in self.params.values():
+            value.grad = None
+
+    def restart(self, params: Params) -> None:
+        """Begin anew from other parameters, the optimiser and its schedule too."""
+        for name, value in self.params.items():
+            value.copy_(params[name].detach())
+        self._optimizer = self._make(list(self.params.values()), lr=self._schedule[0][1])
+        self._schedule_start = self.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of everything, as a tree of tensors and plain values."""
+        optimizer = self._optimizer.state_dict()
+        return {
+            "step": self.step,
+            "schedule_start": self._schedule_start,
+            "params": {name: value.clone() for name, value in self.params.items()},
+            "optimizer": {
+                "state": {
+                    str(i): {
+                        name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()
+                    }
+                    for i, values in optimizer["state"].items()
+                },
+                "groups": [
+                    {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
+                    for group in optimizer["param_groups"]
+                ],
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        _check_params(state["params"], self.params)
+        for name, value in self.params.items():
+            value.copy_(state["params"][name])
+        self._optimizer = self._make(list(self.params.values()), lr=self._schedule[0][1])
+        whole = self._optimizer.state_dict()
+        whole["state"] = {int(i): copy.deepcopy(values) for i, values in state["optimizer"]["state"].items()}
+        for group, saved in zip(whole["param_groups"], state["optimizer"]["groups"], strict=True):
+            group.update(saved)
+        self._optimizer.load_state_dict(whole)
+        self.step, self._schedule_start = state["step"], state["schedule_start"]
+
+
+def _checked_schedule(meta_lr: Schedule) -> list[tuple[int, float]]:
+    pairs = [(0, meta_lr)] if isinstance(meta_lr, int | float) else [(int(n), lr) for n, lr in meta_lr]
+    starts = [start for start, _ in pairs]
+    if not pairs or starts[0] != 0 or starts != sorted(set(starts)):
+        raise ValueError(
+            f"meta_lr must be a number, or (from update, step size) pairs that begin at 0; got {meta_lr!r}"
+        )
+    if not all(math.isfinite(lr) and lr >= 0 for _, lr in pairs):
+        raise ValueError(f"meta_lr must be finite and at least 0, got {meta_lr!r}")
+    return [(start, float(lr)) for start, lr in pairs]
+
+
+def _check_params(found: Mapping[str, Tensor], expected: Params) -> None:
+    differ = [
+        f"{name}: saved {tuple(found[name].shape)}, here {tuple(value.shape)}"
+        for name, value in expected.items()
+        if name in found and found[name].shape != value.shape
+    ]
+    differ += [f"only in the state: {name}" for name in found if name not in expected]
+    differ += [f"only in the model: {name}" for name in expected if name not in found]
+    if differ:
+        raise ValueError(f"the state is of another model: {'; '.join(differ[:5])}")
+    if any(found[name].dtype != value.dtype for name, value in expected.items()):
+        raise ValueError("the state is of a model with another dtype; convert the model first")
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | tuple | list)

@@ -1,0 +1,75 @@
+"""Updates: draw, gather, gradient, outer step (Meta-Update of Algorithm 2), for one learner or several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from metaleader.buffer import Draw
+
+if TYPE_CHECKING:
+    from metaleader.learners.base import Learner
+
+
+@torch.no_grad()
+def update_together(learners: Sequence[Learner], steps: int | None = None) -> None:
+    """Run the updates of learners of one shape side by side, on the first one's engine.
+
+    Each learner has its own parameters, data, draws and optimiser; what it learns does not depend on the others.
+
+    Raises:
+        ValueError: when a loss or gradient is not finite; all learners are then as before the call.
+    """
+    lead = learners[0]
+    num = lead._num_updates(lead.meta_steps if steps is None else steps)
+    numbers = range(lead.step, lead.step + num)
+    if any(learner.step != lead.step or type(learner) is not type(lead) for learner in learners):
+        raise ValueError("learners side by side must be of one kind and have made the same number of updates")
+    draws = [learner._draw(numbers) if numbers else None for learner in learners]
+    if any(draw is None for draw in draws):
+        return
+    before = [learner._outer.state_dict() for learner in learners]
+    try:
+        _run_updates(learners, numbers, [draw for draw in draws if draw is not None])
+    except BaseException:
+        for learner, state in zip(learners, before, strict=True):
+            learner._outer.load_state_dict(state)
+        raise
+
+
+def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Draw]) -> None:
+    lead = learners[0]
+    noises = [learner._noise(numbers, lead.tasks_per_step) for learner in learners]
+    watched = []
+    for i, number in enumerate(numbers):
+        batches = [learner._buffer.gather(draw.at(i)) for learner, draw in zip(learners, draws, strict=True)]
+        params = _stack([learner.params for learner in learners])
+        noise = None if noises[0] is None else torch.stack([noise[i] for noise in noises if noise is not None])
+        support, query = _stack([pair[0] for pair in batches]), _stack([pair[1] for pair in batches])
+        losses, gradients = lead._engine.gradient(lead._objective, params, support, query, noise)
+        norms = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(value.flatten(1), dim=1) for value in gradients.values()]), dim=0
+        )
+        for r, learner in enumerate(learners):
+            learner._outer.descend({name: value[r] for name, value in gradients.items()}, norms[r], number)
+        watched.append(torch.stack([losses, norms]))
+    for learner in learners:
+        learner._outer.step = numbers.stop
+    # The one point where the host waits for the device.
+    finite = torch.isfinite(torch.stack(watched)).all(1).cpu()
+    if not bool(finite.all()):
+        first, r = (int(value) for value in (~finite).nonzero()[0])
+        raise ValueError(
+            f"the loss or its gradient is not finite at update {first + 1} of {len(numbers)}, {learners[r]._where()}:"
+            f" lower {learners[r]._what_to_lower()}, set clip, or check the scale of the data; the learner is as before"
+            " the call"
+        )
+
+
+def _stack(trees: list[Any]) -> Any:
+    if len(trees) == 1:
+        return tree_map(lambda leaf: leaf[None], trees[0])
+    return tree_map(lambda *leaves: torch.stack(leaves), *trees)
