@@ -41,8 +41,8 @@ class PoseStream:
     near as it can be with the table and every pose in its frame, so no image cuts the object.
 
     `stream[t]` draws the images when they are not in the cache; `prepare` draws all that are missing. Images that were
-    read stay in memory. One OpenGL draws the same everywhere; another may differ in a few pixels at edges, by less than
-    a grey level in the mean (MUJOCO_GL=osmesa always draws in software).
+    read stay in memory. One OpenGL draws the same every time; another may differ in pixels at edges, and by at most a
+    grey level in the mean of 16x16 pixels (MUJOCO_GL=osmesa always draws in software).
 
     Attributes:
         tasks: the number of tasks.
