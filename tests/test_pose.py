@@ -12,6 +12,7 @@ import pytest
 import torch
 import tyro
 
+from metaleader.cli import main
 from metaleader.cli.show import show
 from metaleader.streams import PoseStream, make_stream, pose_gl, pose_scene
 from metaleader.streams.pose_camera import REACH, View, draw_labels, draw_view
@@ -212,6 +213,14 @@ def test_show_draws_few_images_and_says_of_what(gl, monkeypatch, tmp_path, capsy
         tyro.cli(show, args=[*args, "--examples", "0"])
     with pytest.raises(FileNotFoundError, match=r"CAD of the PASCAL3D\+ release.*built-in objects \(no --data"):
         tyro.cli(show, args=[*args, "--data", str(tmp_path)])
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_show_without_mujoco_says_what_is_missing(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["show", "pose", "--out", str(tmp_path / "pose.png")])
+    assert "metaleader: drawing pose images needs MuJoCo\n" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("gl")
