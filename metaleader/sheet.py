@@ -123,9 +123,9 @@ def _draw_arrows(axes: Axes, arrows: np.ndarray, left: int, cell: int, top: int)
     """Poses: from where the object stands to where its front points, drawn over the images of a row."""
     for i, ends in enumerate(arrows):
         tail, tip = ends + np.array([left + i * cell, top])
-        style = {"arrowstyle": "-|>", "mutation_scale": 6, "shrinkA": 0, "shrinkB": 0, "color": _RED, "linewidth": 1.1}
+        style = {"arrowstyle": "-|>", "mutation_scale": 8, "shrinkA": 0, "shrinkB": 0, "color": _RED, "linewidth": 1.1}
         axes.annotate("", tip, tail, arrowprops=style)
-        axes.plot(*tail, "o", color=_RED, markersize=2.5)
+        axes.plot(*tail, "o", color=_RED, markersize=2)
 
 
 def _caption(task: Task, y: Tensor, names: Any, is_pose: bool) -> str:
