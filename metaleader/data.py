@@ -5,6 +5,7 @@ A data set is a folder of the data folder; a file counts as verified when its SH
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,19 @@ class DataSet:
 
     Attributes:
         files: the published files; empty where there is nothing to fetch.
-        instead: the name of one file that serves in their place and has no published checksum.
+        instead: the name of one file that serves in their place.
         offline: the stream to use while the data is missing.
+        sha256: of the file `instead`, where it is known; another one is read too, but is not called verified.
+        loose: a pattern of files that serve as well, one by one.
+        source: where to get what cannot be fetched, in words.
     """
 
     files: tuple[DataFile, ...]
     instead: str | None
     offline: str
+    sha256: str | None = None
+    loose: str | None = None
+    source: str = ""
 
 
 def _mnist(name: str, size: int, sha256: str) -> DataFile:
@@ -71,7 +78,14 @@ DATA_SETS: dict[str, DataSet] = {
         instead="cifar100.npz",
         offline="rainbow-digits",
     ),
-    "pascal3d": DataSet(files=(), instead="pascal3d_cad.npz", offline="pose with its built-in objects"),
+    "pascal3d": DataSet(
+        files=(),
+        instead="pascal3d_cad.npz",
+        offline="pose with its built-in objects (no --data, or objects='builtin')",
+        sha256="5426b2230b58467d59506e775436a5b28ea4b9c0ce76543bd19ed222f920bee6",
+        loose="**/*.off",
+        source="put the folder CAD of the PASCAL3D+ release (https://cvgl.stanford.edu/projects/pascal3d.html) there",
+    ),
 }
 
 
@@ -115,11 +129,20 @@ def find(name: str, data: Folder = None) -> list[Path]:
         return [folder / file.name for file in data_set.files]
     if data_set.instead is not None and (folder / data_set.instead).is_file():
         return [folder / data_set.instead]
+    loose = _loose(data_set, folder)
+    if loose:
+        return loose
     raise FileNotFoundError(
         f"{name} is not in {folder} (missing: {_missing(data_set, present)});"
-        + (f" run `metaleader data fetch {name}`," if data_set.files else "")
-        + f" name its folder with --data or METALEADER_DATA, or use {data_set.offline}, which needs no data"
+        f" {how_to_get(name)}, name the data folder with --data or METALEADER_DATA,"
+        f" or use {data_set.offline}, which needs no data"
     )
+
+
+def how_to_get(name: str) -> str:
+    """What to do to have a data set, in words that begin with a verb."""
+    data_set = _data_set(name)
+    return f"run `metaleader data fetch {name}`" if data_set.files else data_set.source
 
 
 def status(name: str, data: Folder = None) -> Status:
@@ -135,8 +158,10 @@ def status(name: str, data: Folder = None) -> Status:
         names = data_set.files[0].name if len(present) == 1 else f"{len(present)} files"
         return Status(folder, "verified", f"{names}, {megabytes(total)}")
     if data_set.instead is not None and (folder / data_set.instead).is_file():
-        size = megabytes((folder / data_set.instead).stat().st_size)
-        return Status(folder, "present", f"{data_set.instead}, {size}, no published checksum")
+        return _status_instead(data_set, folder / data_set.instead)
+    loose = _loose(data_set, folder)
+    if loose:
+        return Status(folder, "present", f"{len(loose)} {loose[0].suffix} files, no published checksum")
     return Status(folder, "missing", _missing(data_set, present))
 
 
@@ -157,7 +182,7 @@ def fetch(name: str, data: Folder = None, progress: Progress | None = None) -> P
     """
     data_set, folder = _data_set(name), data_folder(data) / name
     if not data_set.files:
-        raise ValueError(f"{name} cannot be fetched: put {data_set.instead} into {folder}")
+        raise ValueError(f"{name} cannot be fetched into {folder}: {data_set.source}")
     folder.mkdir(parents=True, exist_ok=True)
     for file in data_set.files:
         if not (folder / file.name).is_file() or file.problem(folder / file.name):
@@ -171,6 +196,22 @@ def _data_set(name: str) -> DataSet:
     return DATA_SETS[name]
 
 
+def _status_instead(data_set: DataSet, path: Path) -> Status:
+    detail = f"{path.name}, {megabytes(path.stat().st_size)}"
+    if data_set.sha256 is None:
+        return Status(path.parent, "present", f"{detail}, no published checksum")
+    with path.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found == data_set.sha256:
+        return Status(path.parent, "verified", detail)
+    return Status(path.parent, "present", f"{detail}, not the known file (SHA-256 {found})")
+
+
+def _loose(data_set: DataSet, folder: Path) -> list[Path]:
+    return sorted(folder.glob(data_set.loose)) if data_set.loose else []
+
+
 def _missing(data_set: DataSet, present: list[bool]) -> str:
-    absent = [file.name for file, is_here in zip(data_set.files, present, strict=True) if not is_here]
-    return ", ".join(absent) + (f"{' or ' if absent else ''}{data_set.instead}" if data_set.instead else "")
+    names = [file.name for file, is_here in zip(data_set.files, present, strict=True) if not is_here]
+    alternatives = [", ".join(names), data_set.instead, data_set.loose and f"{Path(data_set.loose).suffix} files"]
+    return " or ".join(filter(None, alternatives))

@@ -1,6 +1,7 @@
 """Data sets: found, verified, and fetched from a local server that breaks off, lies, or is not there."""
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import http.server
@@ -237,8 +238,26 @@ def test_status(publish, tmp_path):
     assert data.status("cifar100", tmp_path).state == "present"
     with pytest.raises(ValueError, match="unknown data set 'minst'"):
         data.status("minst")
-    with pytest.raises(ValueError, match=r"pascal3d cannot be fetched: put pascal3d_cad.npz into"):
+    with pytest.raises(ValueError, match=r"pascal3d cannot be fetched into .*: put the folder CAD of the PASCAL3D\+"):
         data.fetch("pascal3d", tmp_path)
+
+
+def test_objects_as_one_file_or_as_the_official_folder(tmp_path, monkeypatch):
+    assert data.status("pascal3d", tmp_path).detail == "pascal3d_cad.npz or .off files"
+    car = tmp_path / "pascal3d" / "CAD" / "car" / "01.off"
+    car.parent.mkdir(parents=True)
+    car.write_text("OFF")
+    assert data.find("pascal3d", tmp_path) == [car]
+    here = data.status("pascal3d", tmp_path)
+    assert (here.state, here.detail) == ("present", "1 .off files, no published checksum")
+    archive = tmp_path / "pascal3d" / "pascal3d_cad.npz"
+    archive.write_bytes(CONTENT)
+    assert data.find("pascal3d", tmp_path) == [archive]
+    here = data.status("pascal3d", tmp_path)
+    assert (here.state, here.detail) == ("present", f"pascal3d_cad.npz, 1.0 MB, not the known file (SHA-256 {SHA256})")
+    known = dataclasses.replace(data.DATA_SETS["pascal3d"], sha256=SHA256)
+    monkeypatch.setitem(data.DATA_SETS, "pascal3d", known)
+    assert data.status("pascal3d", tmp_path).state == "verified"
 
 
 def test_missing_data_names_the_command_and_what_works_without(tmp_path):
@@ -261,7 +280,8 @@ def test_the_command(publish, tmp_path, capsys):
     assert run() == 0
     listed = capsys.readouterr().out
     assert f"mnist     missing   {tmp_path / 'mnist'}: file\n" in listed
-    assert "`metaleader data fetch mnist`; without it, use rainbow-digits" in listed
+    assert "mnist: run `metaleader data fetch mnist`; without it, use rainbow-digits" in listed
+    assert "pascal3d: put the folder CAD of the PASCAL3D+ release (https://cvgl.stanford.edu" in listed
     assert run("fetch", "mnist") == 0
     assert capsys.readouterr().out == f"mnist is in {tmp_path / 'mnist'}, verified\n"
     assert run() == 0

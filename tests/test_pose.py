@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tyro
 
-from metaleader.streams import PoseStream, pose_gl, pose_scene
+from metaleader.cli import main
+from metaleader.cli.show import show
+from metaleader.streams import PoseStream, make_stream, pose_gl, pose_scene
 from metaleader.streams.pose_camera import REACH, View, draw_labels, draw_view
-from metaleader.streams.pose_objects import builtin_objects, make_mesh
+from metaleader.streams.pose_objects import PASCAL3D, builtin_objects, make_mesh
 from metaleader.streams.pose_scene import DOT_PLACE, MIN_VISIBLE, Scene, check_visible, colour_of, shrink, view_camera
 from metaleader.streams.pose_shapes import FAMILIES
 from metaleader.tasks import TaskStream
@@ -164,11 +167,69 @@ def test_wrong_options(options, message):
 
 def test_missing_data(monkeypatch, tmp_path):
     monkeypatch.delenv("METALEADER_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match=r"METALEADER_DATA.*objects='builtin'"):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    for options, folder in (({}, "own/metaleader/data"), ({"data": tmp_path / "given"}, "given")):
+        with pytest.raises(FileNotFoundError, match=rf"{tmp_path / folder}/pascal3d .*objects='builtin'"):
+            PoseStream(objects="pascal3d", **options)
+    monkeypatch.setenv("METALEADER_DATA", str(tmp_path / "named"))
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / "named")):
         PoseStream(objects="pascal3d")
-    monkeypatch.setenv("METALEADER_DATA", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        PoseStream(objects="pascal3d")
+
+
+def test_by_name_the_data_folder_asks_for_pascal3d(monkeypatch, tmp_path):
+    monkeypatch.setenv("METALEADER_DATA", str(tmp_path))  # what the environment holds does not choose the objects
+    for options in ({}, {"data": tmp_path, "objects": "builtin"}):
+        stream = make_stream("pose", seed=3, order="class", size=32, **options)
+        assert isinstance(stream, PoseStream)
+        assert (stream.objects, stream.seed, stream.order, stream.size) == ("builtin", 3, "class", 32)
+        assert stream.views == PoseStream(seed=3, order="class").views
+    with pytest.raises(FileNotFoundError, match="pascal3d is not in"):
+        make_stream("pose", data=tmp_path)
+    builtin = builtin_objects()
+    for name in (f"{kind} {i:02d}" for kind, numbers in PASCAL3D.items() for i in numbers):
+        mesh = builtin.load("chair 01")
+        path = tmp_path / "pascal3d" / f"{name.replace(' ', '/')}.off"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"{x} {y} {z}" for x, y, z in mesh.vertices] + [f"3 {a} {b} {c}" for a, b, c in mesh.faces]
+        path.write_text("\n".join(["OFF", f"{len(mesh.vertices)} {len(mesh.faces)} 0", *lines]))
+    stream = make_stream("pose", data=tmp_path)
+    assert isinstance(stream, PoseStream)
+    assert stream.objects == "pascal3d"
+    assert {view.name.split()[0] for view in stream.views} == set(PASCAL3D)
+
+
+def test_show_draws_few_images_and_says_of_what(gl, monkeypatch, tmp_path, capsys):
+    drawn = []
+    monkeypatch.setattr(
+        pose_scene.Scene, "draw", lambda *args, draw=pose_scene.Scene.draw: drawn.append(0) or draw(*args)
+    )
+    monkeypatch.setenv("METALEADER_CACHE", str(tmp_path / "cache"))
+    args = ["pose", "--tasks", "2", "--examples", "3", "--order", "class", "--out", str(tmp_path / "pose.png")]
+    assert tyro.cli(show, args=args) == 0
+    assert capsys.readouterr().err == "pose, 90 tasks, by class, built-in objects\n"
+    assert len(drawn) == 2 * (3 + 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["pose.png"]  # nothing stays in the cache
+    with pytest.raises(ValueError, match="a sheet needs a task and an example"):
+        tyro.cli(show, args=[*args, "--examples", "0"])
+    with pytest.raises(FileNotFoundError, match=r"CAD of the PASCAL3D\+ release.*built-in objects \(no --data"):
+        tyro.cli(show, args=[*args, "--data", str(tmp_path)])
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_show_without_mujoco_says_what_is_missing(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["show", "pose", "--out", str(tmp_path / "pose.png")])
+    assert "metaleader: drawing pose images needs MuJoCo\n" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("gl")
+def test_a_sheet_shows_the_first_images_of_the_stream(tmp_path):
+    # What `show` draws is a shorter stream: the same objects, cameras and first images.
+    short, long = small(tmp_path, images=4, train=2), small(tmp_path)
+    assert short.views == long.views
+    assert torch.equal(short[1].train.x, long[1].train.x[:2])
+    assert torch.equal(short[1].train.y, long[1].train.y[:2])
 
 
 @pytest.mark.usefixtures("no_drawing")

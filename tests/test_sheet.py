@@ -41,15 +41,48 @@ def test_every_task_and_example_is_drawn(tmp_path):
     assert (201, 10, 20) not in colours(tmp_path / "one.png")  # two of three: the first and the last
 
 
-def test_float_and_grey_images_and_poses(tmp_path):
-    def part(num):
-        angle = torch.linspace(0, 6, num)
-        return ml.Batch(
-            torch.full((num, 1, 6, 6), 0.2), torch.stack([angle / 6, -angle / 6, angle.sin(), angle.cos()], 1)
-        )
+RED = np.array([214, 40, 40])  # the arrows
 
-    contact_sheet([ml.Task("object", part(3), part(2))], tmp_path / "pose.png")
-    assert {(51, 51, 51), (214, 40, 40)} <= colours(tmp_path / "pose.png")  # the image, the arrow
+
+def grey_poses(num):
+    angle = torch.linspace(0, 6, num)
+    x, y = torch.full((num, 1, 40, 40), 0.2), torch.stack([angle / 6, -angle / 6, angle.sin(), angle.cos()], 1)
+    return ml.Batch(x, y)
+
+
+def test_float_and_grey_images(tmp_path):
+    contact_sheet([ml.Task("object", grey_poses(3), grey_poses(2))], tmp_path / "grey.png")
+    found = colours(tmp_path / "grey.png")
+    assert (51, 51, 51) in found
+    assert tuple(RED) not in found  # no camera, no arrows
+
+
+class Seen(list):
+    """A stream with a camera that sees every pose at the same two places of an image."""
+
+    def camera(self, t):
+        return self
+
+    def arrows(self, labels):
+        return np.broadcast_to([[0.25, 0.3], [0.75, 0.3]], (len(labels), 2, 2))
+
+
+def test_poses_are_drawn_where_the_camera_sees_them(tmp_path):
+    contact_sheet(Seen([ml.Task("object", grey_poses(3), grey_poses(2))]), tmp_path / "pose.png", examples=3)
+    sheet = pixels(tmp_path / "pose.png")
+    grey = (sheet == 51).all(2)
+    rows = np.flatnonzero(grey.sum(1) > 80)  # not those with anti-aliased text alone
+    assert len(rows) == 80  # twice the 40 pixels of the image
+    # The left edges are where grey begins in a row that no arrow touches.
+    lefts = np.flatnonzero(np.diff(grey[rows[0]].astype(int)) == 1) + 1
+    assert len(lefts) == 5
+    for left in lefts:
+        image = sheet[rows[0] : rows[0] + 80, left : left + 80]
+        red_rows, red_columns = np.nonzero(np.abs(image - RED).sum(2) < 60)
+        assert abs(red_columns.min() - 20) <= 3
+        assert abs(red_columns.max() - 60) <= 3
+        assert abs(red_rows.mean() - 24) <= 1
+        assert np.ptp(red_rows[red_columns > 50]) > np.ptp(red_rows[red_columns < 30])  # the head is at the tip
 
 
 def test_n_way_streams_with_names_and_curves(tmp_path):
@@ -75,7 +108,7 @@ def test_what_cannot_be_drawn():
 def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert tyro.cli(show, args=["sinusoid", "--order", "amplitude", "--tasks", "2"]) == 0
-    assert capsys.readouterr().out == "sinusoid.png\n"
+    assert capsys.readouterr() == ("sinusoid.png\n", "sinusoid, 60 tasks, by amplitude\n")
     assert (tmp_path / "sinusoid.png").stat().st_size > 5000
     out = tmp_path / "digits.png"
     assert tyro.cli(show, args=["--out", str(out), "--order", "colour", "--tasks", "1", "--examples", "3"]) == 0

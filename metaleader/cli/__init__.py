@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     try:
         status = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="metaleader", args=arguments)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # the last: an extra that is not installed
         print(f"metaleader: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -8,15 +8,27 @@ from typing import Any
 
 from metaleader.data import Folder
 from metaleader.streams.cifar import cifar100
+from metaleader.streams.pose import PoseStream
 from metaleader.streams.rainbow import rainbow_digits, rainbow_mnist
 from metaleader.streams.sinusoid import SinusoidStream
 from metaleader.tasks import TaskStream
+
+
+def pose(data: Folder = None, **options: Any) -> PoseStream:
+    """The pose stream: over PASCAL3D+ in `data` where a folder is named, otherwise over the objects that need no data.
+
+    What METALEADER_DATA says does not choose the objects, so that the same call gives the same images everywhere; the
+    option `objects` of `PoseStream` chooses them outright.
+    """
+    return PoseStream(**{"objects": "builtin" if data is None else "pascal3d", "data": data, **options})
+
 
 # Called with the data folder and the options of the stream, `seed` among them.
 STREAMS: dict[str, Callable[..., TaskStream]] = {
     "rainbow-digits": lambda data, **options: rainbow_digits(**options),
     "rainbow-mnist": rainbow_mnist,
     "cifar100": cifar100,
+    "pose": pose,
     "sinusoid": lambda data, **options: SinusoidStream(**options),
 }
 
@@ -27,7 +39,8 @@ def make_stream(name: str, seed: int = 0, data: Folder = None, **options: Any) -
     Args:
         name: one of `STREAMS`.
         seed: of the stream.
-        data: the folder with the data sets; METALEADER_DATA or the user's cache if None.
+        data: the folder with the data sets; METALEADER_DATA or the user's cache if None. For pose, naming one asks for
+            the objects of PASCAL3D+.
         options: of the stream, such as `order`.
 
     Raises:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from metaleader.data import Folder
 from metaleader.streams.pose_cache import claim_view, default_cache, read_view, write_view
 from metaleader.streams.pose_camera import Camera, View, draw_labels, draw_view
 from metaleader.streams.pose_objects import Objects, builtin_objects, pascal3d_objects
@@ -41,8 +41,8 @@ class PoseStream:
     near as it can be with the table and every pose in its frame, so no image cuts the object.
 
     `stream[t]` draws the images when they are not in the cache; `prepare` draws all that are missing. Images that were
-    read stay in memory. One OpenGL draws the same everywhere; another may differ in a few pixels at edges, by less than
-    a grey level in the mean (MUJOCO_GL=osmesa always draws in software).
+    read stay in memory. One OpenGL draws the same every time; another may differ in pixels at edges, and by at most a
+    grey level in the mean of 16x16 pixels (MUJOCO_GL=osmesa always draws in software).
 
     Attributes:
         tasks: the number of tasks.
@@ -52,7 +52,7 @@ class PoseStream:
         objects: "builtin", which needs no data, or "pascal3d".
         order: "random", "class" (one class of objects after the other) or "scale" (from small to large).
         seed: `stream[t]` depends on it, on t and on what the images show; in random order not on the number of tasks.
-        data: the folder with `pascal3d/`; by default METALEADER_DATA.
+        data: the folder with `pascal3d/`; METALEADER_DATA or the user's cache if None.
         cache: the folder to keep drawn images in, in a subfolder of their own; by default METALEADER_CACHE or
             ~/.cache/metaleader. A damaged file in it is drawn again, with a warning.
     """
@@ -64,7 +64,7 @@ class PoseStream:
     objects: Literal["builtin", "pascal3d"] = "builtin"
     order: Literal["random", "class", "scale"] = "random"
     seed: int = 0
-    data: Path | None = None
+    data: Folder = None
     cache: Path | None = None
 
     def __post_init__(self) -> None:
@@ -125,13 +125,7 @@ class PoseStream:
     def _collection(self) -> Objects:
         if self.objects == "builtin":
             return builtin_objects()
-        data = self.data or os.environ.get("METALEADER_DATA")
-        if not data:
-            raise FileNotFoundError(
-                "PASCAL3D+ is looked for in the data folder, and none is named; set METALEADER_DATA or pass data=,"
-                " or use the objects that need no data: objects='builtin'"
-            )
-        return pascal3d_objects(Path(data))
+        return pascal3d_objects(self.data)
 
     @cached_property
     def _key(self) -> str:

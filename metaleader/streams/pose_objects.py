@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from metaleader.data import Folder, data_folder, find
 from metaleader.streams.pose_shapes import FAMILIES, SHAPES_VERSION, build_shape
 
 PASCAL3D = {
@@ -67,7 +68,7 @@ def builtin_objects() -> Objects:
     return Objects(names, f"builtin {SHAPES_VERSION}", lambda name: make_mesh(*build_shape(name), name))
 
 
-def pascal3d_objects(data: Path) -> Objects:
+def pascal3d_objects(data: Folder = None) -> Objects:
     """The objects of PASCAL3D+ in a data folder.
 
     Args:
@@ -75,27 +76,20 @@ def pascal3d_objects(data: Path) -> Objects:
             without the folder CAD.
 
     Raises:
-        FileNotFoundError: when there is neither.
+        FileNotFoundError: when there is neither; says how to get them, and what works without.
         ValueError: when objects are missing.
     """
     names = tuple(f"{kind} {i:02d}" for kind, numbers in PASCAL3D.items() for i in numbers)
-    folder = data / "pascal3d"
-    archive = folder / "pascal3d_cad.npz"
-    if archive.is_file():
+    found = find("pascal3d", data)
+    if found[0].suffix == ".npz":
+        archive = found[0]
         _refuse_missing(names, _names_in(archive), archive)
         return Objects(names, hashlib.sha256(archive.read_bytes()).hexdigest(), lambda name: _from_npz(archive, name))
-    root = folder / "CAD" if (folder / "CAD").is_dir() else folder
-    files = {name: root / f"{name.replace(' ', '/')}.off" for name in names}
-    present = {name for name, path in files.items() if path.is_file()}
-    if not present:
-        raise FileNotFoundError(
-            f"no PASCAL3D+ objects in {folder}: neither pascal3d_cad.npz nor CAD/<class>/<NN>.off is there;"
-            " name the data folder (METALEADER_DATA), or use the objects that need no data: objects='builtin'"
-        )
-    _refuse_missing(names, present, root)
+    files = {f"{path.parent.name} {path.stem}": path for path in found}
+    _refuse_missing(names, set(files), data_folder(data) / "pascal3d")
     digest = hashlib.sha256()
-    for path in files.values():
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for name in names:
+        digest.update(hashlib.sha256(files[name].read_bytes()).digest())
     return Objects(names, digest.hexdigest(), lambda name: read_off(files[name]))
 
 
