@@ -8,9 +8,10 @@ from typing import Any
 
 import tyro
 
+from metaleader.cli.bench import bench
 from metaleader.cli.run import run
 
-COMMANDS: dict[str, Callable[..., Any]] = {"run": run}
+COMMANDS: dict[str, Callable[..., Any]] = {"bench": bench, "run": run}
 
 
 def main(arguments: list[str] | None = None) -> None:
