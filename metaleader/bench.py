@@ -3,7 +3,7 @@
 A time is the median over rounds in which everything compared takes its turn, after a warm-up, the clock read when the
 device is done. An error is the distance to the gradient in float64, relative, over all parameters; each draw has its
 own initialisation and images. With ReLU the largest error of several draws says little: an activation within rounding
-of zero can get another sign in float32, and that alone changes the gradient by up to some per cent, in every mode alike.
+of zero can get another sign in float32, and that alone changes the gradient by up to some per cent, in all modes.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def measure_update(
         "fast_path": engines["compiled"].mode if "compiled" in engines else "eager: it does not compile",
         "first_compiled_s": compile_s,
     }
-    functions = {f"{name}_ms": functools.partial(gradient, name, *inputs) for name in engines}
+    functions: dict[str, Callable[[], Any]] = {
+        f"{name}_ms": functools.partial(gradient, name, *inputs) for name in engines
+    }
     for name, alike in learners.items():
         functions[f"update_{name}_ms"] = functools.partial(update_together, alike, 10)
     if loop:
@@ -231,8 +233,8 @@ def count_kernels(function: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         function()
         torch.cuda.synchronize()
-    on_device = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(not name.startswith(("Memcpy", "Memset")) for name in on_device)
+    names = [event.name for event in profiler.events() or () if str(event.device_type).endswith("CUDA")]
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
 
 
 # Peers, on the same work.
@@ -325,7 +327,12 @@ def measure_memory(work: Work, device: torch.device, few: int = 2, many: int = 2
     if device.type != "cuda":
         return {"skipped": "only the CUDA allocator tells its peak"}
     found: dict[str, Any] = {"inner_steps": [few, many]}
-    for name, mode, keep in (("eager", "eager", True), ("kept", "compiled", True), ("recomputed", "compiled", False)):
+    ways: dict[str, tuple[Mode, bool]] = {
+        "eager": ("eager", True),
+        "kept": ("compiled", True),
+        "recomputed": ("compiled", False),
+    }
+    for name, (mode, keep) in ways.items():
         peaks = [_peak(replace(work, inner_steps=steps), device, mode, keep) for steps in (few, many)]
         found[name] = {"peak_mib": [peak / 2**20 for peak in peaks], "ratio": peaks[1] / peaks[0]}
     return found
@@ -358,9 +365,9 @@ def measure_buffer(device: torch.device, few: int = 10, many: int = 10_000, data
         assert learner._buffer.store.data is not None
         held = sum(leaf.nbytes for leaf in learner._buffer.store.data)
         bytes_held.append(held / (num_tasks * sum(leaf.nbytes for leaf in batch)))
-        functions[f"draw_{name}_ms"] = functools.partial(_draw_and_gather, learner, 50)
-        functions[f"update_{name}_ms"] = functools.partial(learner.update, 50)
-    found = {key: value / 50 for key, value in median_ms(functions, device, 7).items()}
+        functions[f"draw_{name}_ms"] = functools.partial(_draw_and_gather, learner, 10)
+        functions[f"update_{name}_ms"] = functools.partial(learner.update, 10)
+    found = {key: value / 10 for key, value in median_ms(functions, device, 15).items()}
     ratios = {f"{kind}_ratio": found[f"{kind}_many_ms"] / found[f"{kind}_few_ms"] for kind in ("draw", "update")}
     return {"tasks": [few, many], "datapoints": datapoints, **found, **ratios, "bytes_of_data": max(bytes_held)}
 
@@ -543,13 +550,9 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         return " / ".join(_shown(part) for part in value)
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and abs(value) < 100
-        else f"{value:,.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    return str(value)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
