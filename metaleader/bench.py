@@ -3,7 +3,7 @@
 A time is the median over rounds in which everything compared takes its turn, after a warm-up, the clock read when the
 device is done. An error is the distance to the gradient in float64, relative, over all parameters; each draw has its
 own initialisation and images. With ReLU the largest error of several draws says little: an activation within rounding
-of zero can get another sign in float32, and that alone changes the gradient by up to some per cent, in all modes.
+of zero can get another sign in float32, and that alone changes the gradient by up to some per cent, in any mode.
 """
 
 from __future__ import annotations

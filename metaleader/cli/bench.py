@@ -7,7 +7,7 @@ def bench(what: str = "meta-step", device: str = "auto", peers: bool = False) ->
     """Measure the engine on random images of the paper's shapes: a table, then one line of JSON.
 
     Errors are relative to float64, the median over several draws; their maximum can reach some per cent wherever an
-    activation within rounding of zero gets another sign in float32, in every mode alike.
+    activation within rounding of zero gets another sign in float32.
 
     Args:
         what: separated by commas: meta-step (Rainbow's update, also against the one-task-at-a-time loop), seeds (three
