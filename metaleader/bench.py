@@ -324,7 +324,7 @@ def measure_tf32(work: Work, device: torch.device, draws: int = 5) -> dict[str, 
 
 
 def measure_memory(work: Work, device: torch.device, few: int = 2, many: int = 20) -> dict[str, Any]:
-    """Peak GPU memory of a gradient with many inner steps and with few, beside what is held before it."""
+    """Peak GPU memory of a gradient with many inner steps and with few, what is held before it included."""
     if device.type != "cuda":
         return {"skipped": "only the CUDA allocator tells its peak"}
     found: dict[str, Any] = {"inner_steps": [few, many]}
