@@ -135,7 +135,10 @@ class TaskBuffer:
         uniforms = np.stack([rng("draw", seed, step).random((tasks, 1 + 2 * width)) for step in steps])
         uniforms = uniforms.reshape(-1, 1 + 2 * width)
         chosen = first + _choose(uniforms[:, 0], stop - first, self.weights if which != "current" else None)
-        counts, starts = self.counts()[chosen], np.asarray(self.starts)[chosen]
+        # Only the chosen tasks are looked at: the cost must not grow with the number of tasks.
+        starts = np.array([self.starts[i] for i in chosen], dtype=np.int64)
+        stops = [self.starts[i + 1] if i + 1 < len(self.starts) else self.store.length for i in chosen]
+        counts = np.array(stops, dtype=np.int64) - starts
         picked = starts[:, None] + split(distinct(uniforms[:, 1:], counts, width), counts, support, query)
         picked = torch.from_numpy(picked.reshape(len(steps), tasks, width))
         return Draw(picked[..., :support], picked[..., support:]).to(self.device)

@@ -23,10 +23,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch.func import grad, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from metaleader.inner import LossFn, Params, StepSize, inner_step, scalar_loss, split, step_sizes
+from metaleader.inner import LossFn, Params, StepSize, inner_gradient, inner_step, scalar_loss, split, step_sizes
 from metaleader.metagrad import meta_gradient
 
 Mode = Literal["auto", "eager", "compiled", "captured"]
@@ -111,6 +112,7 @@ class Engine:
         key = (objective, shapes)
         if key not in self._programs:
             try:
+                _check_curvature(objective, params, support, noise)
                 program = _Compiled(objective, self.keep_linearisations)
                 program(params, support, query, noise)
                 self._programs[key] = _Captured(program) if self.mode == "captured" else program
@@ -254,6 +256,57 @@ class _Captured:
         self._graph = graph
 
 
+def _check_curvature(objective: Objective, params: Params, support: Any, noise: Tensor | None) -> None:
+    """Refuse a network whose second derivative torch gets wrong when tasks are vmapped inside of it.
+
+    The compiled modes differentiate the inner steps of many tasks, a gradient over vmap. There torch 2.13 holds the
+    statistics of a norm with a scale constant (batch_norm, layer_norm, instance_norm). The eager mode vmaps the second
+    derivative of one task, which is right; both are taken here of two tasks.
+    """
+    if objective.first_order or objective.inner_steps == 0:
+        return
+    params = {name: value[0].detach() for name, value in params.items()}
+    moving = split(params, objective.only)[0]
+    support = tree_map(lambda leaf: leaf[0, :2], support)
+    extra = () if noise is None else (noise[0, 0, :2],)
+
+    def slope(params: Params, support: Any, *noise: Tensor) -> Tensor:
+        held = {name: value for name, value in params.items() if name not in moving}
+        gradient = inner_gradient(objective.loss_fn, {name: params[name] for name in moving}, held, support, *noise)
+        # Along a direction in which every tensor, a small scale too, has its share.
+        return torch.stack([(value.flatten() * torch.cos(_count(value))).mean() for value in gradient.values()]).sum()
+
+    many = lambda function: vmap(function, in_dims=(None, 0) + (0,) * len(extra))  # noqa: E731
+    with sdpa_kernel(SDPBackend.MATH), _full_precision():
+        right = tree_map(lambda value: value.sum(0), many(grad(slope))(params, support, *extra))
+        found = grad(lambda *inputs: many(slope)(*inputs).sum())(params, support, *extra)
+    size = float(torch.stack([value.norm() for value in right.values()]).max())
+    error = float(torch.stack([(found[name] - right[name]).norm() for name in right]).max())
+    # Rounding gives 2e-7, the flaw 1e-3 and more.
+    if error > 1e-4 * size:
+        raise ValueError(
+            f"torch's second derivative of it is off by {error / size:.1g} when tasks are batched, as with norms that"
+            " have a scale (layer_norm, instance_norm, batch_norm as functions)"
+        )
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """TF32 off, also in convolutions, where torch has it on."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def _count(tensor: Tensor) -> Tensor:
+    return torch.arange(1, tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+
+
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
@@ -267,11 +320,12 @@ def _compiling() -> Iterator[None]:
     """Settings under which compiled pieces are called.
 
     Every learner and shape has its own compiled entry under one code object, so dynamo's limit of 8 is raised; Inductor
-    advises TF32 when it is off, and it is off for the digits it costs.
+    advises TF32 when it is off, and it is off for the digits it costs. Fused attention has no second derivative; the
+    plain one has.
     """
     import torch._dynamo.config  # takes a second, and eager programs do without it
 
     limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024)
-    with limits, warnings.catch_warnings():
+    with limits, sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         yield

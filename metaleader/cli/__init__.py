@@ -8,13 +8,20 @@ from typing import Any
 
 import tyro
 
+from metaleader.cli.bench import bench as _bench
 from metaleader.cli.data import data as _data
 from metaleader.cli.run import run as _run
 from metaleader.cli.show import show as _show
 from metaleader.cli.theory import theory as _theory
 
 # Imported under other names, so that the modules keep theirs.
-COMMANDS: dict[str, Callable[..., Any]] = {"run": _run, "theory": _theory, "show": _show, "data": _data}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "run": _run,
+    "theory": _theory,
+    "bench": _bench,
+    "data": _data,
+    "show": _show,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

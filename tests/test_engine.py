@@ -1,0 +1,465 @@
+"""The engine's modes agree with each other and with the slow loop; learners side by side with the same ones alone.
+
+Most programs are compiled without generating code ("aot_eager"): dynamo, the batching and the derivatives are then the
+same and a program takes seconds. A few tests go all the way through Inductor.
+"""
+
+import functools
+import logging
+import shutil
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import oracles
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import metaleader as ml
+from metaleader import engine as engine_module
+from metaleader.engine import Engine, Mode, Objective
+from metaleader.learners import update_together
+from metaleader.network import Network
+from metaleader.tasks import Batch
+
+CPU = torch.device("cpu")
+CLASSES, IMAGE = 3, (2, 8, 8)
+
+# What torch's compiler itself warns of.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),
+    pytest.mark.filterwarnings("ignore:.*lru_cache.*:UserWarning"),
+]
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile without generating code."""
+    compiler = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(engine_module, "_compile", compiler)
+
+
+@pytest.fixture
+def inductor() -> None:
+    """Code for the CPU needs a C++ compiler and Python's headers."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is missing: torch.compile cannot be used on the CPU")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        pytest.skip("Python.h is missing: torch.compile cannot be used on the CPU")
+
+
+@pytest.fixture(autouse=True)
+def _forget_programs() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING, "metaleader")
+    return caplog
+
+
+def conv_net(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return ml.models.conv_net(CLASSES, 8, IMAGE[0], filters=4, layers=2).to(dtype)
+
+
+def own_conv(dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+    """A user's convolution, with bias, stride and padding unless told otherwise."""
+    given: dict[str, Any] = {"kernel_size": (3, 2), "stride": (1, 2), "padding": (0, 1)}
+    conv = nn.Conv2d(IMAGE[0], 4, **(given | options))
+    return nn.Sequential(conv, nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES)).to(dtype)
+
+
+def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), ml.models.mlp(128, CLASSES, (6,))).to(dtype)
+
+
+def dropout_net(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(128, 8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, CLASSES)).to(dtype)
+
+
+def learner(
+    engine: Engine, model: Callable[[], nn.Module] = conv_net, kind: Any = ml.FTML, seed: int = 0, **options: Any
+) -> ml.Learner:
+    """A learner that has seen three tasks of its own."""
+    given: dict[str, Any] = {"tasks_per_step": 4, "query": 3, "meta_steps": 3, "meta_lr": 0.01, "seed": seed}
+    if kind is ml.FTML:
+        given |= {"support": 3, "inner_steps": 2, "inner_lr": 0.2}
+    device = options.pop("device", CPU)
+    made = kind(model, ml.losses.cross_entropy, engine=engine, device=device, **(given | options))
+    dtype = next(iter(made.params.values())).dtype
+    for t in range(3):
+        made.begin(f"task {t}")
+        x = oracles.normal(f"engine {seed} {t}", 9, *IMAGE, dtype=dtype)
+        made.observe(x, oracles.labels(f"engine {seed} {t}", CLASSES, 9), update=False)
+    return made
+
+
+def updated(mode: Mode, seeds: int = 1, together: bool = True, keep: bool = True, **options: Any) -> list[ml.Learner]:
+    """Learners after three updates."""
+    engine = Engine(mode, device=options.get("device", CPU), keep_linearisations=keep)
+    learners = [learner(engine, seed=seed, **options) for seed in range(seeds)]
+    for group in [learners] if together else [[one] for one in learners]:
+        update_together(group)
+    assert engine.mode == mode, "the engine fell back"
+    return learners
+
+
+def assert_same(found: list[ml.Learner], expected: list[ml.Learner], rtol: float) -> None:
+    """Parameters agree, by how far the updates moved them."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.step == other.step > 0
+        for name, value in other.params.items():
+            torch.testing.assert_close(one.params[name], value, rtol=rtol, atol=rtol)
+
+
+# Modes agree over a few updates.
+
+TENSORS = {"1.linear0.weight": 0.1, "1.linear0.bias": 0.3, "1.head.weight": 0.2, "1.head.bias": 0.0}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "last layer": {"only": "last"},
+    "first order": {"model": mlp, "first_order": True},
+    "a step size a tensor": {"model": mlp, "inner_lr": TENSORS},
+    "chunk": {"model": mlp, "chunk": 3},
+    "dropout": {"model": dropout_net},
+    "adapts nothing": {"model": mlp, "inner_steps": 0},
+    "toe": {"kind": ml.TOE},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_compiled_equals_eager(options: dict[str, Any], quick_compiler: None) -> None:
+    assert_same(updated("compiled", **options), updated("eager", **options), 1e-10)
+
+
+def test_inductor_side_by_side_equals_eager_alone(inductor: None) -> None:
+    options: dict[str, Any] = {"model": own_conv}
+    assert_same(updated("compiled", 2, **options), updated("eager", 2, together=False, **options), 1e-10)
+
+
+def test_inductor_toe(inductor: None) -> None:
+    options: dict[str, Any] = {"model": functools.partial(conv_net, torch.float32), "kind": ml.TOE}
+    assert_same(updated("compiled", **options), updated("eager", **options), 1e-4)
+
+
+# Learners side by side.
+
+
+@pytest.mark.parametrize("kind", [ml.FTML, ml.TOE, ml.FTL, ml.Scratch])
+def test_side_by_side_equals_alone(kind: Any) -> None:
+    assert_same(updated("eager", 3, kind=kind), updated("eager", 3, together=False, kind=kind), 1e-10)
+
+
+def test_side_by_side_in_float32_and_with_dropout() -> None:
+    options: dict[str, Any] = {"model": functools.partial(dropout_net, torch.float32)}
+    assert_same(updated("eager", 3, **options), updated("eager", 3, together=False, **options), 1e-4)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_side_by_side_compiled_with_and_without_linearisations() -> None:
+    alone = updated("eager", 2, together=False)
+    kept, recomputed = updated("compiled", 2), updated("compiled", 2, keep=False)
+    assert_same(kept, alone, 1e-10)
+    assert_same(recomputed, kept, 1e-12)
+    assert not torch.equal(*(one.params["head.weight"] for one in kept)), "the seeds must differ"
+
+
+# The choice of a mode.
+
+
+def test_auto_chooses_by_the_planned_updates() -> None:
+    few, many = Engine("auto", 1), Engine("auto", 10**6)
+    assert (few.mode, many.mode) == ("eager", "compiled")
+    assert (Engine("auto", 1, "cuda").mode, Engine("auto", 10**6, "cuda").mode) == ("eager", "captured")
+    assert Engine("auto", 10**6, "meta").mode == "eager", "what is not known to pay is not compiled"
+
+
+def test_a_given_mode_is_kept() -> None:
+    assert Engine("compiled", 1).mode == "compiled"
+    assert Engine("eager", 10**6).mode == "eager"
+
+
+def test_captured_needs_cuda() -> None:
+    with pytest.raises(ValueError, match="'captured' needs a CUDA device, got cpu; use 'compiled'"):
+        Engine("captured", device="cpu")
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(ValueError, match="engine must be one of auto, eager, compiled, captured; got 'fast'"):
+        Engine("fast")  # pyright: ignore[reportArgumentType]
+
+
+# Networks.
+
+
+def gradients(
+    model: nn.Module, mode: Mode = "eager", seed: str = "networks", image: tuple[int, ...] = IMAGE
+) -> tuple[Engine, dict[str, Tensor], dict[str, Tensor]]:
+    """The gradient of two replicas in a mode, and by the slow loop."""
+    model = model.double()
+    network = Network(model, ml.losses.cross_entropy)
+    params = {
+        name: torch.stack([value + 0.1 * oracles.normal(f"{seed} {name} {r}", *value.shape) for r in range(2)])
+        for name, value in network.params().items()
+    }
+    support, query = (
+        Batch(oracles.normal(f"{seed} {part}", 2, 3, 4, *image), oracles.labels(f"{seed} {part}", CLASSES, 2, 3, 4))
+        for part in ("support", "query")
+    )
+    engine = Engine(mode)
+    _, found = engine.gradient(Objective(network.loss_fn, 0.3, 2), params, support, query, None)
+    loss_fn = oracles.module_loss(model, F.cross_entropy)
+    slow = []
+    for r in range(2):
+        own, own_support, own_query = tree_map(lambda leaf, r=r: leaf[r], (params, support, query))
+        slow.append(oracles.unrolled(loss_fn, own, own_support, own_query, 0.3, 2)[1])
+    return engine, found, tree_map(lambda *values: torch.stack(values), *slow)
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-9) -> None:
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= tolerance * value.norm() + 1e-13, name
+
+
+class Attention(nn.Module):
+    """Self-attention over the rows of an image."""
+
+    def __init__(self, need_weights: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, CLASSES)
+        self.need_weights = need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1, 2)
+        return self.head(self.attention(x, x, x, need_weights=self.need_weights)[0].mean(1))
+
+
+class Embedded(nn.Module):
+    """Pixels rounded to words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = (x.flatten(1).abs() * 4).long().clamp(max=4)
+        return self.head(torch.tanh(self.embedding(words).mean(1)))
+
+
+def after_conv(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), *layers, nn.Tanh(), nn.Flatten(), nn.Linear(4 * 36, CLASSES))
+
+
+RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "group norm": lambda: after_conv(nn.GroupNorm(2, 4)),
+    "batch norm": lambda: after_conv(nn.BatchNorm2d(4, track_running_stats=False)),
+    "attention": lambda: Attention(need_weights=False),
+    "attention with weights": lambda: Attention(need_weights=True),
+    "embedding": Embedded,
+    "conv": own_conv,
+    "conv in groups": lambda: own_conv(groups=2),
+    "conv, dilated": lambda: own_conv(dilation=2),
+    "conv, circular": lambda: own_conv(padding_mode="circular"),
+    "conv, same": lambda: own_conv(kernel_size=3, stride=1, padding="same", bias=False),
+}
+
+
+@pytest.mark.parametrize("model", RIGHT.values(), ids=RIGHT.keys())
+def test_compiled_layers_equal_the_slow_loop(model: Callable[[], nn.Module], quick_compiler: None) -> None:
+    engine, found, expected = gradients(model(), "compiled")
+    assert engine.mode == "compiled"
+    assert_close(found, expected)
+
+
+class FunctionalNorm(nn.Module):
+    """A norm called as a function, which no replacement of layers sees."""
+
+    def __init__(self, norm: Callable[..., Tensor], *shape: int) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 4, 3), nn.Linear(4 * 36, CLASSES)
+        self.scale, self.shift = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.zeros(shape))
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.norm(self.conv(x), self.scale, self.shift)).flatten(1))
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Flatten(1, 2), layer, nn.Flatten(), nn.Linear(128, CLASSES))
+
+
+def functional_batch_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, scale, shift, training=True)
+
+
+def functional_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return F.layer_norm(x, (6, 6), scale, shift)
+
+
+FLAWED: dict[str, Callable[[], nn.Module]] = {
+    "layer norm": lambda: after_conv(nn.LayerNorm([4, 6, 6])),
+    "instance norm": lambda: after_conv(nn.InstanceNorm2d(4, affine=True)),
+    "transformer": encoder,
+    "F.batch_norm": lambda: FunctionalNorm(functional_batch_norm, 4),
+    "F.layer_norm": lambda: FunctionalNorm(functional_layer_norm, 6, 6),
+}
+
+
+@pytest.mark.parametrize("model", FLAWED.values(), ids=FLAWED.keys())
+def test_norms_that_torch_gets_wrong_are_right_in_every_mode(
+    model: Callable[[], nn.Module], quick_compiler: None, messages: pytest.LogCaptureFixture
+) -> None:
+    """Under a gradient over vmap torch 2.13 holds the statistics of these constant; where it does, we go on eagerly."""
+    engine, found, expected = gradients(model(), "compiled")
+    assert_close(found, expected)
+    if engine.mode == "eager":
+        assert "going on eagerly: torch's second derivative of it is off by" in messages.text
+
+
+def test_flawed_norm_compiles_where_it_is_not_differentiated_twice(quick_compiler: None) -> None:
+    network = Network(after_conv(nn.LayerNorm([4, 6, 6])).double(), ml.losses.cross_entropy)
+    params = {name: value[None] for name, value in network.params().items()}
+    batch = Batch(oracles.normal("once", 1, 2, 4, *IMAGE), oracles.labels("once", CLASSES, 1, 2, 4))
+    objective = Objective(network.loss_fn, 0.3, 2, only="last")
+    compiled = Engine("compiled")
+    _, found = compiled.gradient(objective, params, batch, batch, None)
+    assert compiled.mode == "compiled"
+    assert_close(found, Engine("eager").gradient(objective, params, batch, batch, None)[1])
+
+
+outside: Any = torch.compiler.disable(torch.tanh)
+
+
+class Unruly(nn.Module):
+    """Runs eagerly, but not as one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(128, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(outside(x.flatten(1)))
+
+
+def test_what_does_not_compile_goes_on_eagerly_and_says_so(
+    quick_compiler: None, messages: pytest.LogCaptureFixture
+) -> None:
+    engine, found, expected = gradients(Unruly(), "compiled")
+    assert engine.mode == "eager"
+    assert "the network does not compile, going on eagerly: " in messages.text
+    assert_close(found, expected)
+
+
+def test_a_new_shape_is_a_new_program(quick_compiler: None) -> None:
+    engine = Engine("compiled")
+    network = Network(mlp(), ml.losses.cross_entropy)
+    params = {name: value[None] for name, value in network.params().items()}
+    objective = Objective(network.loss_fn, 0.3, 1)
+    for num in (2, 5):
+        batch = Batch(oracles.normal("shape", 1, 2, num, *IMAGE), oracles.labels("shape", CLASSES, 1, 2, num))
+        _, found = engine.gradient(objective, params, batch, batch, None)
+        assert_close(found, Engine("eager").gradient(objective, params, batch, batch, None)[1])
+    assert engine.mode == "compiled"
+
+
+# Speed, by ratio within one run.
+
+
+def test_tasks_batched_are_faster_than_one_at_a_time() -> None:
+    """25 small tasks: batched takes about a tenth of the loop's time; a third would be a regression."""
+    from metaleader import bench
+
+    work = bench.Work(functools.partial(ml.models.conv_net, CLASSES, 8, 2, 4, 2), IMAGE, CLASSES, 3, 3, 2)
+    (made,) = work.learners(Engine("eager"), CPU, num_tasks=5)
+    inputs = bench._inputs([made], 0)
+    batched = functools.partial(made._engine.gradient, made._objective, *inputs, None)
+    alone = functools.partial(bench.loop_gradient, work, *tree_map(lambda leaf: leaf[0], inputs))
+    assert bench.distance(tree_map(lambda leaf: leaf[0], batched()[1]), alone()) < 1e-4
+    ratios = []
+    for _ in range(7):
+        times = []
+        for function in (batched, alone):
+            started = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - started)
+        ratios.append(times[1] / times[0])
+    assert statistics.median(ratios) > 3, ratios
+
+
+# On the GPU.
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.backends.cudnn.allow_tf32 = False
+    return torch.device("cuda")
+
+
+GPU: dict[str, dict[str, Any]] = {
+    "all layers": {},
+    "last layer": {"only": "last"},
+    "first order": {"first_order": True},
+    "chunk": {"chunk": 3},
+    "dropout": {"model": dropout_net},
+    "toe": {"kind": ml.TOE},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", GPU.values(), ids=GPU.keys())
+def test_captured_equals_eager(options: dict[str, Any], cuda: torch.device) -> None:
+    expected = updated("eager", 2, together=False, device=cuda, **options)
+    assert_same(updated("captured", 2, device=cuda, **options), expected, 1e-9)
+
+
+@pytest.mark.gpu
+def test_captured_equals_eager_in_float32(cuda: torch.device) -> None:
+    options: dict[str, Any] = {"model": functools.partial(conv_net, torch.float32), "device": cuda}
+    assert_same(updated("captured", 3, **options), updated("eager", 3, together=False, **options), 1e-4)
+
+
+@pytest.mark.gpu
+def test_devices_agree(cuda: torch.device) -> None:
+    on_cpu = updated("eager")
+    for name, value in updated("captured", device=cuda)[0].params.items():
+        torch.testing.assert_close(value.cpu(), on_cpu[0].params[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "captured"])
+def test_repeat_and_resume_are_bit_identical(mode: Mode, cuda: torch.device) -> None:
+    options: dict[str, Any] = {"model": functools.partial(conv_net, torch.float32), "device": cuda}
+    first, again, resumed = (learner(Engine(mode, device=cuda), **options) for _ in range(3))
+    first.update(6)
+    again.update(6)
+    half = learner(Engine(mode, device=cuda), **options)
+    half.update(3)
+    resumed.load_state_dict(half.state_dict())
+    resumed.update(3)
+    for name, value in first.params.items():
+        assert torch.equal(again.params[name], value), name
+        assert torch.equal(resumed.params[name], value), name
+
+
+@pytest.mark.gpu
+def test_memory_hardly_grows_with_the_inner_steps(cuda: torch.device) -> None:
+    """Many images a task: activations, not the path of parameters, are what there is to hold."""
+    from metaleader import bench
+
+    work = bench.Work(functools.partial(ml.models.conv_net, CLASSES, 32, 3, 16, 3), (3, 32, 32), CLASSES, 40, 40)
+    found = bench.measure_memory(work, cuda)
+    assert found["eager"]["ratio"] <= 1.5
+    assert found["recomputed"]["ratio"] <= 1.5
+    assert found["kept"]["ratio"] > found["recomputed"]["ratio"], "keeping linearisations must show"
