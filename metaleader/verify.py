@@ -17,7 +17,7 @@ import numpy as np
 from metaleader.presets import PRESETS, Preset, Schedule
 from metaleader.runs import read_records
 
-Verdict = Literal["agrees", "disagrees", "undecided"]
+Verdict = Literal["disagrees", "undecided", "agrees"]  # in this order, the first wins
 Values = dict[tuple[int, int], float]  # by seed and round
 
 # The 95 % quantile of Student's t with 1, 2, ... 29 degrees of freedom; the last serves for more, a little too wide.
@@ -35,13 +35,10 @@ class Claim:
     """A claim of the paper, judged.
 
     Attributes:
-        name: short, one word.
         text: the claim as a sentence, then the numbers that it was judged by, or why it could not be.
         effect: the mean over seeds, positive in the claimed direction; None without records.
         uncertainty: the 90 % interval of the effect over paired seeds; None with a single seed.
         margin: what the effect has to exceed; for a claim of likeness, what it may differ from 0 to either side.
-        two_sided: whether this is a claim of likeness.
-        unit: of effect, uncertainty and margin.
         verdict: "agrees" if the whole interval is where the claim says, "disagrees" if none of it is.
     """
 
@@ -73,7 +70,6 @@ class Statement:
         margin: for a difference, in units of the error that the threshold of proficiency allows, or of a reveal.
         statistic: "difference" or "ratio" of means; "behind": the share of all tasks on which the worse is behind by
             more than the margin of likeness; "first": the share of all tasks that were solved at the first reveal.
-        two_sided: a claim of likeness.
     """
 
     name: str
@@ -126,10 +122,7 @@ STATEMENTS |= {"sinusoid": SINUSOID}
 
 
 def check_claims(folder: str | Path) -> list[Claim]:
-    """Judge the claims that the paper makes for a run's stream.
-
-    Raises OSError when the folder holds no run, ValueError when its configuration is none or of an unknown preset.
-    """
+    """Judge the claims for a run's stream; OSError if the folder holds no run, ValueError if its preset is unknown."""
     config = _read_config(Path(folder))
     preset = PRESETS[config["preset"]](config["schedule"])
     records = [record for record in read_records(folder) if record["protocol"] == "online"]
@@ -160,12 +153,11 @@ class _Run:
         for r in self.records:
             if r["method"] != method or r["datapoints"] != size:
                 continue
+            base = "loss" if r["accuracy"] is None else "accuracy"
+            columns = [name for name in r if name == base or name.removeprefix(f"{base}_").isdigit()]
+            values = {name[len(base) + 1 :]: r[name] if base == "loss" else 1 - r[name] for name in columns}
             if value == "needed":
                 values = {"": math.inf if r["needed"] is None else r["needed"]}
-            else:
-                base = "loss" if r["accuracy"] is None else "accuracy"
-                columns = [name for name in r if name == base or name.removeprefix(f"{base}_").isdigit()]
-                values = {name[len(base) + 1 :]: r[name] if base == "loss" else 1 - r[name] for name in columns}
             for steps, one in values.items():
                 found.setdefault(steps, {})[r["seed"], r["round"]] = one
         return found
@@ -192,8 +184,7 @@ def _judge(statement: Statement, run: _Run) -> Claim:
             for steps, rival in values[worse].items():
                 names = NAMES[better], NAMES[worse] + (steps and f" with {steps} steps")
                 pairs.append(_judge_pair(statement, run, blank, names, own, rival))
-    order = ("disagrees", "undecided", "agrees")
-    return min(pairs, key=lambda pair: (order.index(pair[0].verdict), pair[1]))[0]
+    return min(pairs, key=lambda pair: (get_args(Verdict).index(pair[0].verdict), pair[1]))[0]
 
 
 def _judge_pair(
@@ -237,12 +228,12 @@ def _effects(
     solved = float(np.isfinite(a).mean()), float(np.isfinite(b).mean())
     if statement.statistic == "first":
         return (a <= run.preset.reveal).mean(1), f"{solved[0]:.0%} in the end", solved
-    shares = ("", "")
+    shares = ["", ""]
     if statement.value == "needed":
         # Censored: a task that was never solved counts with all its data.
         a, b = (np.minimum(side, run.preset.panels[-1]) for side in (a, b))
-        shares = tuple(f" ({share:.0%} solved)" for share in solved)
-    numbers = ", ".join(f"{n} {side.mean():.3g}{s}" for n, side, s in zip(names, (a, b), shares, strict=True))
+        shares = [f" ({share:.0%} solved)" for share in solved]
+    numbers = f"{names[0]} {a.mean():.3g}{shares[0]}, {names[1]} {b.mean():.3g}{shares[1]}"
     with np.errstate(all="ignore"):
         if statement.statistic == "behind":
             effects = np.where(np.isfinite(a + b), b - a > LIKENESS * run.allowed(), math.nan).mean(1)
@@ -262,7 +253,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         preset, schedule, seeds = config["preset"], config["schedule"], config["seeds"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a run: {error!r}") from error
-    if preset not in STATEMENTS:
+    if preset not in list(STATEMENTS):
         raise ValueError(f"{path}: no claims are known for the preset {preset!r}; there are {', '.join(STATEMENTS)}")
     if schedule not in get_args(Schedule) or not isinstance(seeds, int):
         raise ValueError(f"{path}: schedule {schedule!r} and seeds {seeds!r} are not those of a run")
