@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,20 @@ def test_censored_counts(tmp_path: Path) -> None:
     assert (faster.verdict, faster.effect) == ("undecided", pytest.approx(380 / 3))
 
 
+def test_the_hardest_rival_gives_the_numbers(tmp_path: Path) -> None:
+    error = constant(ftml=0.1, ftml_last=0.1, ftl=0.4, toe=0.2, scratch=0.3)
+    claim = next(claim for claim in write(tmp_path, "rainbow-mnist", error) if claim.name == "final")
+    assert claim.text.startswith("FTML has the smallest error after 900 datapoints: FTML 0.1, TOE 0.2;")
+    assert claim.effect == pytest.approx(0.1)
+
+
+def test_records_of_the_regret_protocol_are_left_out(tmp_path: Path) -> None:
+    before = write(tmp_path, "sinusoid", *AGREE["sinusoid"])
+    with open(tmp_path / "records.csv", "a") as file:
+        file.writelines(f"ftml,{seed},regret,{t},task {t},10,9.0,,\n" for seed in range(3) for t in range(TASKS))
+    assert check_claims(tmp_path) == before
+
+
 def test_one_seed_is_undecided(tmp_path: Path) -> None:
     for claim in write(tmp_path, "rainbow-digits", *AGREE["rainbow-digits"], seeds=1):
         assert claim.verdict == "undecided"
@@ -261,6 +276,14 @@ def test_all_data_of_a_task_is_the_last_panel() -> None:
     for preset, statements in STATEMENTS.items():
         used = {method for statement in statements for method in statement.better + statement.worse}
         assert used <= set(PRESETS[preset]("standard").methods)
+
+
+def test_the_page_names_every_claim() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "verify.md").read_text().split("## The claims")[1]
+    sections = re.split(r"^\| (?=rainbow|cifar100|pose|sinusoid)", page, flags=re.MULTILINE)[1:]
+    for preset, section in zip(("rainbow-mnist", "cifar100", "pose", "sinusoid"), sections, strict=True):
+        named = re.findall(r"`([a-z-]+)`(?=[:,])", section)
+        assert sorted(named) == sorted(statement.name for statement in STATEMENTS[preset])
 
 
 def run(*arguments: Any) -> Any:
