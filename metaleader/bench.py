@@ -363,8 +363,8 @@ def measure_buffer(
         learner = FTML(functools.partial(models.mlp, 1, 1), losses.squared_error, device=device, inner_lr=0.01)
         batch = Batch(torch.rand(datapoints, 1), torch.rand(datapoints, 1))
         for t in range(num_tasks):
-            learner._buffer.begin(f"task {t}")
-            learner._buffer.append(batch)
+            learner.begin(f"task {t}")
+            learner.observe(*batch, update=False)
         assert learner._buffer.store.data is not None
         held = sum(leaf.nbytes for leaf in learner._buffer.store.data)
         bytes_held.append(held / (num_tasks * sum(leaf.nbytes for leaf in batch)))

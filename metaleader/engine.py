@@ -106,6 +106,12 @@ class Engine:
 
         Noise is (replicas, inner_steps + 1, tasks).
         """
+        with convolutions_as_matmul():
+            return self._gradient(objective, params, support, query, noise)
+
+    def _gradient(
+        self, objective: Objective, params: Params, support: Any, query: Any, noise: Tensor | None
+    ) -> tuple[Tensor, Params]:
         if self.mode == "eager":
             return self._eager(objective, params, support, query, noise)
         shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in _tensors((params, support, query, noise)))
@@ -288,6 +294,24 @@ def _check_curvature(objective: Objective, params: Params, support: Any, noise: 
             f"torch's second derivative of it is off by {error / size:.1g} when tasks are batched, as with norms that"
             " have a scale (layer_norm, instance_norm, batch_norm as functions)"
         )
+
+
+@contextlib.contextmanager
+def convolutions_as_matmul() -> Iterator[None]:
+    """Let convolutions use TF32 only where matrix products do: torch has it on for the ones and off for the others.
+
+    TF32 puts errors of many per cent into a meta-gradient of five steps, so it is for those who ask for it
+    (`torch.set_float32_matmul_precision("high")`).
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from metaleader.engine import convolutions_as_matmul
 from metaleader.learners import update_together
 from metaleader.losses import Loss, takes_labels, unsmoothed
 from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
@@ -168,7 +169,8 @@ def measure(learner: Any, test: Batch, metric: Loss, steps: Sequence[int] = (ADA
 
 
 def _scores(net: nn.Module, test: Batch, metric: Loss, suffix: str) -> dict[str, Tensor]:
-    prediction = net(test.x)
+    with convolutions_as_matmul():
+        prediction = net(test.x)
     scores = {f"loss{suffix}": metric(prediction, test.y).mean()}
     if takes_labels(metric) or (_integers(test.y) and prediction.ndim == 2 and prediction.shape[1] > 1):
         scores[f"accuracy{suffix}"] = (prediction.argmax(1) == test.y).float().mean()

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
 
 
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+@pytest.mark.parametrize("number", range(1, len(SNIPPETS)))
 def test_snippets_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(SNIPPETS[number], f"README snippet {number}", "exec"), {})
@@ -22,7 +22,7 @@ def test_the_first_stream_is_learned_from_less_and_less(
     exec(compile(SNIPPETS[0], "README snippet 0", "exec"), {})
     errors = [float(error) for error in re.findall(r"error ([\d.]+)", capsys.readouterr().out)]
     assert len(errors) == 30
-    assert sum(errors[20:]) < sum(errors[:10]) / 3
+    assert sum(errors[20:]) < sum(errors[:10]) / 3  # the page says 0.4 after 2.4
 
 
 def test_every_file_of_the_tree_is_there() -> None:

@@ -13,11 +13,13 @@ from metaleader.cli.data import data as _data
 from metaleader.cli.run import run as _run
 from metaleader.cli.show import show as _show
 from metaleader.cli.theory import theory as _theory
+from metaleader.cli.verify import verify as _verify
 
 # Imported under other names, so that the modules keep theirs.
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": _run,
     "theory": _theory,
+    "verify": _verify,
     "bench": _bench,
     "data": _data,
     "show": _show,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from metaleader.buffer import Draw, TaskBuffer, Weights
 from metaleader.classes import ClassBuffer
-from metaleader.engine import Engine, Mode, Objective
+from metaleader.engine import Engine, Mode, Objective, convolutions_as_matmul
 from metaleader.inner import Params, StepSize, adapt
 from metaleader.learners.outer import OptimizerFactory, Outer, Schedule
 from metaleader.learners.start import Model, check_integer, initial_module
@@ -233,9 +233,16 @@ class Learner(ABC):
         for number in sorted(set(wanted)):
             if procedure is not None and data is not None:
                 noise = self._adapt_noise(done, number, num_rows(data))
-                params = adapt(
-                    self._network.loss_fn, params, data, procedure.lr, number - done, only=procedure.only, noise=noise
-                )
+                with convolutions_as_matmul():
+                    params = adapt(
+                        self._network.loss_fn,
+                        params,
+                        data,
+                        procedure.lr,
+                        number - done,
+                        only=procedure.only,
+                        noise=noise,
+                    )
                 done = number
             nets[number] = self._network.adapted(params, data, statistics, like=self._buffer.store.data)
         chosen = [nets[number] for number in wanted]

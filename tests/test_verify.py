@@ -1,0 +1,331 @@
+"""The checks of a run: every claim can agree, disagree and stay undecided."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metaleader.cli import main
+from metaleader.presets import PRESETS
+from metaleader.tasks import rng
+from metaleader.verify import STATEMENTS, T_QUANTILES, Claim, check_claims
+
+METHODS = ("ftml", "ftml-last", "ftl", "toe", "scratch")
+TASKS = 9
+COLUMNS = ["method", "seed", "protocol", "round", "task", "datapoints", "loss", "accuracy", "needed"]
+Error = Callable[[str, int, int, int], float]
+Needed = Callable[[str, int, int], int | None]
+
+
+def write(
+    folder: Path,
+    preset: str,
+    error: Error,
+    needed: Needed = lambda method, seed, t: None,
+    *,
+    seeds: int = 3,
+    skip: Callable[[str, int, int], bool] = lambda method, seed, t: False,
+    extra: dict[str, Callable[[str, float], float]] | None = None,
+    schedule: str = "standard",
+) -> list[Claim]:
+    """Write a run of nine tasks from a function of method, seed, round and size, and check its claims."""
+    made = PRESETS[preset](schedule)  # type: ignore[arg-type]
+    extra = extra or {}
+    folder.mkdir(exist_ok=True)
+    config = {"preset": preset, "schedule": schedule, "seeds": seeds, "tasks": TASKS}
+    (folder / "config.json").write_text(json.dumps(config))
+    with open(folder / "records.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*COLUMNS, *extra])
+        for method in METHODS:
+            for seed in range(seeds):
+                for t in (t for t in range(TASKS) if not skip(method, seed, t)):
+                    for size in made.panels:
+                        value = error(method, seed, t, size)
+                        scores = [1.0, 1 - value] if made.error_name == "error" else [value, ""]
+                        more = [function(method, value) for function in extra.values()]
+                        count = needed(method, seed, t)
+                        row = [method, seed, "online", t, f"task {t}", size, *scores, "" if count is None else count]
+                        writer.writerow([*row, *more])
+    return check_claims(folder)
+
+
+def verdicts(claims: list[Claim]) -> dict[str, str]:
+    return {claim.name: claim.verdict for claim in claims}
+
+
+def constant(**errors: float | dict[int, float]) -> Error:
+    """An error a method, or one for each size; a little noise that all methods of a seed share."""
+
+    def error(method: str, seed: int, t: int, size: int) -> float:
+        own = errors[method.replace("-", "_")]
+        return (own[size] if isinstance(own, dict) else own) + 1e-4 * seed
+
+    return error
+
+
+def counts(early: int | None, late: int | None, others: int | None = 60) -> Needed:
+    return lambda method, seed, t: (early if t < TASKS // 2 else late) if method == "ftml" else others
+
+
+RAINBOW = {"ftml": 0.1, "ftml_last": 0.1, "ftl": 0.15, "toe": 0.2}
+POSE = {"ftml": 0.02, "ftml_last": 0.1, "ftl": 0.11, "toe": 0.1, "scratch": 0.3}
+CIFAR = {"ftml": {50: 0.4, 250: 0.3, 2000: 0.2}, "scratch": {50: 0.7, 250: 0.5, 2000: 0.22}}
+
+# For each preset: errors and counts by which every claim agrees, and by which every claim disagrees.
+AGREE: dict[str, tuple[Error, Needed]] = {
+    "rainbow-digits": (constant(**RAINBOW, scratch={20: 0.4, 60: 0.18}), counts(60, 20)),
+    "rainbow-mnist": (constant(**RAINBOW, scratch={100: 0.4, 900: 0.13}), counts(400, 20, 100)),
+    "cifar100": (constant(**CIFAR, ftml_last=0.75, ftl=0.8, toe=0.8), counts(None, None)),
+    "pose": (constant(**POSE), counts(60, 20, None)),
+    "sinusoid": (
+        lambda method, seed, t, size: (0.1 if t > 5 else 1.0) + 0.001 * seed if method == "ftml" else 1.0,
+        counts(None, None),
+    ),
+}
+DISAGREE: dict[str, tuple[Error, Needed]] = {
+    # FTML is worst and grows slower; TOE beats FTL; from scratch is far better than FTML at all sizes.
+    "rainbow-digits": (constant(ftml=0.6, ftml_last=0.6, ftl=0.4, toe=0.3, scratch=0.1), counts(20, 60, 40)),
+    "rainbow-mnist": (constant(ftml=0.6, ftml_last=0.6, ftl=0.4, toe=0.3, scratch=0.1), counts(20, 900, 100)),
+    "cifar100": (constant(ftml=0.6, ftml_last=0.5, ftl=0.4, toe=0.3, scratch=0.1), counts(None, None)),
+    "pose": (constant(ftml=0.6, ftml_last=0.6, ftl=0.2, toe=0.4, scratch=0.1), counts(40, 400)),
+    "sinusoid": (lambda method, seed, t, size: 1.0 + 0.001 * seed, counts(None, None)),
+}
+
+
+@pytest.mark.parametrize("preset", STATEMENTS)
+def test_every_claim_can_agree_and_disagree(preset: str, tmp_path: Path) -> None:
+    names = [statement.name for statement in STATEMENTS[preset]]
+    assert len(set(names)) == len(names)
+    assert verdicts(write(tmp_path / "a", preset, *AGREE[preset])) == dict.fromkeys(names, "agrees")
+    assert verdicts(write(tmp_path / "b", preset, *DISAGREE[preset])) == dict.fromkeys(names, "disagrees")
+
+
+@pytest.mark.parametrize("preset", STATEMENTS)
+def test_every_claim_can_be_undecided(preset: str, tmp_path: Path) -> None:
+    """Seeds that contradict each other, once in favour of a claim and twice against it."""
+
+    def error(method: str, seed: int, t: int, size: int) -> float:
+        return (AGREE if seed else DISAGREE)[preset][0](method, seed, t, size)
+
+    def needed(method: str, seed: int, t: int) -> int | None:
+        return (AGREE if seed else DISAGREE)[preset][1](method, seed, t)
+
+    claims = write(tmp_path, preset, error, needed)
+    assert set(verdicts(claims).values()) == {"undecided"}
+    for claim in claims:
+        assert claim.effect is not None
+        assert claim.uncertainty is not None
+        assert claim.uncertainty[0] < claim.effect < claim.uncertainty[1]
+
+
+def test_paired_differences_decide_where_unpaired_means_would_not(tmp_path: Path) -> None:
+    """Seeds differ by far more than the methods do, but every seed shows the same difference."""
+    level, step = [0.1, 0.3, 0.5], {"ftml": 0.0, "ftl": 0.03, "toe": 0.06, "scratch": 0.09, "ftml-last": 0.0}
+    claims = write(tmp_path, "rainbow-mnist", lambda method, seed, t, size: level[seed] + step[method] + seed * 1e-3)
+    claim = next(claim for claim in claims if claim.name == "final")
+    assert claim.verdict == "agrees"
+    assert claim.effect == pytest.approx(0.03)
+    unpaired = T_QUANTILES[3] * math.sqrt(2 * np.var(level, ddof=1) / 3)
+    assert 0.03 - unpaired < 0 < claim.margin
+
+
+def test_the_interval_is_students(tmp_path: Path) -> None:
+    """By hand: paired differences 0.02, 0.05 and 0.08, so that the standard error is 0.03 / sqrt(3)."""
+    differences = [0.02, 0.05, 0.08]
+    claims = write(
+        tmp_path, "rainbow-mnist", lambda method, seed, t, size: 0.1 + (differences[seed] if method != "ftml" else 0)
+    )
+    claim = next(claim for claim in claims if claim.name == "ftl-below")
+    half = 2.920 * 0.03 / math.sqrt(3)
+    assert claim.effect == pytest.approx(0.05)
+    assert claim.uncertainty == pytest.approx((0.05 - half, 0.05 + half))
+    assert claim.margin == pytest.approx(0.01)
+    assert claim.verdict == "undecided"
+
+
+@pytest.mark.parametrize("freedom", range(1, 30))
+def test_the_quantiles_are_students(freedom: int) -> None:
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    for rounding, below in ((-0.0005, True), (0.0005, False)):
+        x = np.linspace(0, T_QUANTILES[freedom - 1] + rounding, 20_001)
+        density = scale * (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+        assert (0.5 + np.trapezoid(density, x) < 0.95) == below
+
+
+def test_intervals_cover_as_often_as_they_say() -> None:
+    """Of 90 % intervals of three normal numbers, nine in ten hold the mean."""
+    draws = rng("test coverage").standard_normal((20_000, 3))
+    half = T_QUANTILES[1] * draws.std(1, ddof=1) / math.sqrt(3)
+    assert np.mean(np.abs(draws.mean(1)) < half) == pytest.approx(0.9, abs=0.01)
+
+
+def test_the_rival_counts_with_its_best_number_of_steps(tmp_path: Path) -> None:
+    """FTL is ten times worse than FTML with five steps, but as good with twenty."""
+    error, needed = AGREE["sinusoid"]
+    steps = {"loss_1": lambda method, value: value, "loss_20": lambda method, value: value / 10}
+    steps["loss_task"] = lambda method, value: 0.0  # not a number of steps
+    claims = {claim.name: claim for claim in write(tmp_path, "sinusoid", error, needed, extra=steps)}
+    assert claims["ftl"].verdict == "disagrees"
+    assert "FTL with 20 steps 0.1;" in claims["ftl"].text
+    assert claims["ftl"].effect == pytest.approx(1, rel=0.02)
+    assert claims["faster"].verdict == "agrees"
+
+
+def test_censored_counts(tmp_path: Path) -> None:
+    """A task that is never solved counts with all its data, and nothing is concluded from those alone."""
+    error, _ = AGREE["pose"]
+    faster, *_ = write(tmp_path, "pose", error, counts(None, 40))
+    assert faster.verdict == "agrees"
+    assert faster.effect == 360
+    assert "late 40 (100% solved), early 400 (0% solved)" in faster.text
+    faster, *_ = write(tmp_path, "pose", error, counts(None, None))
+    assert (faster.verdict, faster.effect) == ("undecided", 0)
+    assert faster.text.endswith("too few solved to tell")
+    # Solved with the very last datapoint is solved: counts are equal, and the claim does not hold.
+    faster, *_ = write(tmp_path, "pose", error, counts(400, 400))
+    assert (faster.verdict, faster.effect) == ("disagrees", 0)
+    # One late task in three is solved: fewer datapoints on average, but the usual late task is censored too.
+    some: Needed = lambda method, seed, t: 20 if t == TASKS - 1 else None  # noqa: E731
+    faster, *_ = write(tmp_path, "pose", error, some)
+    assert (faster.verdict, faster.effect) == ("undecided", pytest.approx(380 / 3))
+
+
+def test_the_hardest_rival_gives_the_numbers(tmp_path: Path) -> None:
+    error = constant(ftml=0.1, ftml_last=0.1, ftl=0.4, toe=0.2, scratch=0.3)
+    claim = next(claim for claim in write(tmp_path, "rainbow-mnist", error) if claim.name == "final")
+    assert claim.text.startswith("FTML has the smallest error after 900 datapoints: FTML 0.1, TOE 0.2;")
+    assert claim.effect == pytest.approx(0.1)
+
+
+def test_records_of_the_regret_protocol_are_left_out(tmp_path: Path) -> None:
+    before = write(tmp_path, "sinusoid", *AGREE["sinusoid"])
+    with open(tmp_path / "records.csv", "a") as file:
+        file.writelines(f"ftml,{seed},regret,{t},task {t},10,9.0,,\n" for seed in range(3) for t in range(TASKS))
+    assert check_claims(tmp_path) == before
+
+
+def test_one_seed_is_undecided(tmp_path: Path) -> None:
+    for claim in write(tmp_path, "rainbow-digits", *AGREE["rainbow-digits"], seeds=1):
+        assert claim.verdict == "undecided"
+        assert claim.effect is not None
+        assert claim.uncertainty is None
+        assert claim.text.endswith("1 of 1 seeds; one seed gives no uncertainty")
+
+
+def test_missing_methods_and_sizes(tmp_path: Path) -> None:
+    claims = write(tmp_path, "rainbow-digits", *AGREE["rainbow-digits"], skip=lambda method, seed, t: method == "toe")
+    found = {claim.name: claim for claim in claims}
+    assert found["ftl-few"].text == "FTL is better than TOE after 20 datapoints: no records of TOE after 20 datapoints"
+    assert found["ftl-few"].effect is None
+    undecided = {name for name, claim in found.items() if claim.verdict == "undecided"}
+    assert undecided == {"efficiency", "final", "ftl-few", "ftl-many", "scratch-few"}
+    # The quick schedule of CIFAR-100 ends before the paper's 2,000 datapoints. It plays six tasks.
+    claims = write(tmp_path, "cifar100", *AGREE["cifar100"], schedule="quick")
+    assert verdicts(claims)["scratch-few"] == "agrees"
+    (claim,) = (claim for claim in claims if claim.name == "caught-up")
+    assert claim.verdict == "undecided"
+    assert claim.text.endswith("no records of FTML, from scratch after 2000 datapoints")
+
+
+def test_an_unfinished_run_is_not_judged(tmp_path: Path) -> None:
+    for skip, played in (
+        (lambda method, seed, t: method == "ftl" and t > 5, "6 of 9 tasks, 3 of 3 seeds; not finished"),
+        (lambda method, seed, t: method == "ftl" and seed == 2, "9 of 9 tasks, 2 of 3 seeds; not finished"),
+    ):
+        claims = {c.name: c for c in write(tmp_path, "rainbow-digits", *DISAGREE["rainbow-digits"], skip=skip)}
+        assert claims["ftl-few"].verdict == "undecided"
+        assert claims["ftl-few"].text.endswith(played)
+        assert claims["ftl-few"].effect == pytest.approx(-0.1)
+        assert claims["faster"].verdict == "disagrees"  # FTML itself has finished
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_method_that_diverged_is_not_judged(value: float, tmp_path: Path) -> None:
+    def error(method: str, seed: int, t: int, size: int) -> float:
+        return value if (method, seed, t) == ("ftml-last", 1, 7) else AGREE["cifar100"][0](method, seed, t, size)
+
+    found = {claim.name: claim for claim in write(tmp_path, "cifar100", error)}
+    for name in ("last-few", "last-more", "capacity"):
+        assert found[name].verdict == "undecided"
+        assert found[name].text.endswith("not finite")
+    assert found["scratch-few"].verdict == "agrees"
+
+
+def test_likeness_has_two_sides(tmp_path: Path) -> None:
+    for scratch, verdict in ((0.2 - 0.08, "disagrees"), (0.2 + 0.08, "disagrees"), (0.2 - 0.04, "agrees")):
+        claims = write(tmp_path, "cifar100", constant(ftml=0.2, ftml_last=0.2, ftl=0.2, toe=0.2, scratch=scratch))
+        assert verdicts(claims)["caught-up"] == verdict
+
+
+def test_all_data_of_a_task_is_the_last_panel() -> None:
+    """What censoring and the paper's last panel stand on."""
+    for make in PRESETS.values():
+        for schedule in ("standard", "paper", "quick"):
+            preset = make(schedule)
+            assert preset.panels[-1] == preset.reveal * preset.reveals
+    assert set(STATEMENTS) == set(PRESETS)
+    for preset, statements in STATEMENTS.items():
+        used = {method for statement in statements for method in statement.better + statement.worse}
+        assert used <= set(PRESETS[preset]("standard").methods)
+
+
+def test_the_page_names_every_claim() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "verify.md").read_text().split("## The claims")[1]
+    sections = re.split(r"^\| (?=rainbow|cifar100|pose|sinusoid)", page, flags=re.MULTILINE)[1:]
+    for preset, section in zip(("rainbow-mnist", "cifar100", "pose", "sinusoid"), sections, strict=True):
+        named = re.findall(r"`([a-z-]+)`(?=[:,])", section)
+        assert sorted(named) == sorted(statement.name for statement in STATEMENTS[preset])
+
+
+def run(*arguments: Any) -> Any:
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    return caught.value.code
+
+
+def test_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "sinusoid", *AGREE["sinusoid"])
+    assert run("verify", tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith("3 agree, 0 disagree, 0 undecided\n")
+    assert "> 3" in printed
+    write(tmp_path, "sinusoid", *AGREE["sinusoid"], seeds=1)
+    assert run("verify", tmp_path) == 0
+    assert capsys.readouterr().out.endswith("0 agree, 0 disagree, 3 undecided\n")
+    write(tmp_path, "sinusoid", *DISAGREE["sinusoid"])
+    assert run("verify", tmp_path) == 1
+    assert capsys.readouterr().out.endswith("0 agree, 3 disagree, 0 undecided\n")
+
+
+GOOD = {"preset": "sinusoid", "schedule": "standard", "seeds": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "config.json is missing"),
+        ("{", "not the configuration of a run"),
+        ("[1]", "not the configuration of a run"),
+        (json.dumps({"preset": "sinusoid"}), "not the configuration of a run: KeyError('schedule')"),
+        (json.dumps({**GOOD, "preset": "sinusiod"}), "the preset 'sinusiod'; there are rainbow-digits, "),
+        (json.dumps({**GOOD, "preset": ["sinusoid"]}), "the preset ['sinusoid']; there are rainbow-digits, "),
+        (json.dumps({**GOOD, "schedule": "slow"}), "schedule 'slow'"),
+        (json.dumps(GOOD), "no records in"),
+    ],
+)
+def test_bad_input(config: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert run("verify", tmp_path) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
