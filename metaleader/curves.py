@@ -131,6 +131,11 @@ def finished(records: Records) -> list[Mapping[str, Any]]:
     return [r for r in records if r["datapoints"] == largest]
 
 
+def of_one_protocol(records: Records) -> Records:
+    """The records of Algorithm 1, where there are any; else all, which are of the regret protocol then."""
+    return [r for r in records if r["protocol"] == "online"] or records
+
+
 def stream_panels(records: Records, sizes: Iterable[int], gamma: float | None, error_name: str) -> list[Panel]:
     """The panels of the paper: datapoints to proficiency and errors, or accuracies where there is no threshold.
 
@@ -140,6 +145,7 @@ def stream_panels(records: Records, sizes: Iterable[int], gamma: float | None, e
         gamma: the threshold of proficiency.
         error_name: what the error is called.
     """
+    records = of_one_protocol(records)
     num = 1 + max((r["round"] for r in records), default=-1)
     window = _WINDOW if num >= _SMOOTH_FROM else 1
     x_label = "task" if window == 1 else f"task (running mean of {window} tasks)"
@@ -151,25 +157,29 @@ def stream_panels(records: Records, sizes: Iterable[int], gamma: float | None, e
         reached = (
             f"accuracy {gamma:g}" if any(r["accuracy"] is not None for r in records) else f"{error_name} {gamma:g}"
         )
-        panels.append(Panel(curves, x_label, f"datapoints to {reached}", limit=limit, zero=True))
+        label = f"datapoints to {reached}{_protocol(records)}"
+        panels.append(Panel(curves, x_label, label, limit=limit, zero=True))
     by_accuracy = gamma is None and any(r["accuracy"] is not None for r in records)
     for size in sizes:
+        after = f"after {size:,} datapoints{_protocol(records)}"
         own = [r for r in records if r["datapoints"] == size]
         if by_accuracy:
             curves = _curves(own, "round", lambda r: r["accuracy"], window)
-            panels.append(Panel(curves, x_label, f"accuracy after {size:,} datapoints"))
+            panels.append(Panel(curves, x_label, f"accuracy {after}"))
         else:
             curves = _curves(own, "round", record_error, window)
-            panels.append(Panel(curves, x_label, f"{error_name} after {size:,} datapoints", y_log=_wide(curves)))
+            panels.append(Panel(curves, x_label, f"{error_name} {after}", y_log=_wide(curves)))
     return panels
 
 
 def learning_panel(records: Records, error_name: str) -> Panel:
     """Learning within a task: the error against the datapoints, over the last third of the tasks."""
+    records = of_one_protocol(records)
     curves = _curves(third(records, "last"), "datapoints", record_error)
     sizes = [r["datapoints"] for r in records]
     x_log = bool(sizes) and max(sizes) >= 12 * min(sizes)
-    return Panel(curves, "datapoints of the task", f"{error_name}, last third of the tasks", x_log, _wide(curves))
+    label = f"{error_name}, last third of the tasks{_protocol(records)}"
+    return Panel(curves, "datapoints of the task", label, x_log, _wide(curves))
 
 
 def cumulative_panels(records: Records) -> list[Panel]:
@@ -186,9 +196,18 @@ def cumulative_panels(records: Records) -> list[Panel]:
             totals[method, seed] = totals.get((method, seed), 0.0) + float(np.mean(losses))
             sums.append({"method": method, "seed": seed, "round": t, "value": totals[method, seed]})
         # The records know no comparator: what Eq. 3 subtracts is not in them.
-        name = "cumulative loss" if protocol == "online" else f"cumulative loss, {protocol} protocol, no comparator"
+        name = "cumulative loss" if protocol == "online" else f"cumulative loss, {protocol} protocol"
         panels.append(Panel(_curves(sums, "round", lambda r: r["value"]), "task", name, zero=True))
     return panels
+
+
+def marked(curve: Curve, order: int, x_log: bool) -> np.ndarray:
+    """Which points of a curve get a marker: all of a few, else some, at other places for a curve of another order."""
+    along = np.log(curve.x) if x_log else curve.x.astype(float)
+    places = np.linspace(along[0], along[-1], 9) + (along[-1] - along[0]) / 8 * (order % 4) / 4
+    marks = np.zeros(len(along), dtype=bool)
+    marks[np.abs(along[:, None] - places).argmin(0) if len(along) > 12 else slice(None)] = True
+    return marks
 
 
 def _curves(
@@ -207,18 +226,27 @@ def _curves(
         sums, counts, unsolved = np.zeros((3, len(seeds), len(xs)))
         for r in own:
             place = row[r["seed"]], column[r[x_name]]
-            sums[place] += value(r)
+            # A learner that diverged has values that cannot be drawn: they leave a gap.
+            number = value(r)
+            sums[place] += number if math.isfinite(number) else math.nan
             counts[place] += 1
             unsolved[place] += solved and r["needed"] is None
         table = np.divide(sums, counts, out=np.full_like(sums, math.nan), where=counts > 0)
         width = min(window, len(xs))
         table, unsolved, counts = (_running_sum(part, width) for part in (table, unsolved, counts))
         there = ~np.isnan(table).all(0)
+        if not there.any():
+            continue
         mean, error = _over_seeds(table[:, there] / width)
         censored = unsolved.sum(0)[there] / counts.sum(0)[there]
         fraction = float(np.mean([r["needed"] is not None for r in own])) if solved else None
         curves.append(Curve(method, np.array(xs[width - 1 :])[there], mean, error, censored, fraction))
     return tuple(curves)
+
+
+def _protocol(records: Records) -> str:
+    """What to add to a label: nothing for Algorithm 1."""
+    return ", regret protocol" if any(r["protocol"] == "regret" for r in records) else ""
 
 
 def _running_sum(table: np.ndarray, width: int) -> np.ndarray:

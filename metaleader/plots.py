@@ -13,9 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from metaleader.curves import Curve, Panel, Records, cumulative_panels, learning_panel, stream_panels, style
+from metaleader.curves import Curve, Panel, Records, cumulative_panels, learning_panel, marked, stream_panels, style
 
 # The same records give the same bytes: no random ids in the SVG (a salt), no dates (see _save).
 _LOOK: Any = {"svg.hashsalt": "metaleader", "font.size": 10, "axes.labelsize": 10, "axes.linewidth": 0.8}
@@ -61,7 +62,11 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> list[Path]:
             _draw_panel(axes, panel)
         curves = {curve.method: curve for panel in panels for curve in panel.curves}
         if curves:
-            handles = [Line2D([], [], label=style(name)[0], **_line(name), markersize=5.5) for name in curves]
+            handles: list[Any] = [
+                Line2D([], [], label=style(name)[0], **_line(name), markersize=5.5) for name in curves
+            ]
+            if any(np.isfinite(curve.error).any() for curve in curves.values()):
+                handles.append(Patch(color="#999999", alpha=0.4, linewidth=0, label="standard error over seeds"))
             columns = 3 if alone else len(handles)
             figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False, handlelength=3.2)
         paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
@@ -99,14 +104,10 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 
 def _draw_curve(axes: Axes, curve: Curve, order: int, x_log: bool) -> None:
     line = _line(curve.method)
-    along = np.log(curve.x) if x_log else curve.x.astype(float)
-    # Not at the same places for every method: markers on top of each other cannot be told apart.
-    places = np.linspace(along[0], along[-1], 9) + (along[-1] - along[0]) / 8 * (order % 4) / 4
-    marked = np.zeros(len(along), dtype=bool)
-    marked[np.abs(along[:, None] - places).argmin(0) if len(along) > 12 else slice(None)] = True
+    marks = marked(curve, order, x_log)
     axes.plot(curve.x, curve.mean, **{**line, "marker": ""}, zorder=2 + order / 10)
     for hollow in (False, True):
-        here = marked & ((curve.censored > 0) == hollow)
+        here = marks & ((curve.censored > 0) == hollow)
         face = {"markerfacecolor": "white"} if hollow else {}
         axes.plot(
             curve.x[here],
