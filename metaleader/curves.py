@@ -178,7 +178,7 @@ def learning_panel(records: Records, error_name: str) -> Panel:
     curves = _curves(third(records, "last"), "datapoints", record_error)
     sizes = [r["datapoints"] for r in records]
     x_log = bool(sizes) and max(sizes) >= 12 * min(sizes)
-    label = f"{error_name}, last third of the tasks{_protocol(records)}"
+    label = f"{error_name} within a task, last third{_protocol(records)}"
     return Panel(curves, "datapoints of the task", label, x_log, _wide(curves))
 
 

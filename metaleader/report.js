@@ -35,12 +35,16 @@ for (const plot of document.querySelectorAll(".plot")) {
     tip.style.left = `${Math.max(0, Math.min(room, left))}px`;
   };
 
-  svg.addEventListener("pointermove", (event) => {
+  const point = (event) => {
     const area = svg.getBoundingClientRect();
     const x = (event.clientX - area.left) / area.width * svg.viewBox.baseVal.width;
     show(values.x.reduce((best, place, i) => Math.abs(place - x) < Math.abs(values.x[best] - x) ? i : best, 0));
-  });
-  svg.addEventListener("pointerleave", hide);
+  };
+  svg.addEventListener("pointermove", point);
+  svg.addEventListener("pointerdown", point);
+  // A finger that is lifted leaves the values to be read; the next touch elsewhere takes them away.
+  svg.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") hide(); });
+  document.addEventListener("pointerdown", (event) => { if (!svg.contains(event.target)) hide(); });
   svg.addEventListener("focus", () => { if (at < 0 && svg.matches(":focus-visible")) show(values.x.length - 1); });
   svg.addEventListener("blur", hide);
   svg.addEventListener("keydown", (event) => {

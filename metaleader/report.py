@@ -19,7 +19,7 @@ from metaleader.store import write_atomic
 from metaleader.tables import configuration_table, costs_table, readings_table, results_table
 from metaleader.tasks import Task, TaskStream
 
-_SHEET_TASKS, _SHEET_EXAMPLES = 6, 8
+_SHEET_TASKS, _SHEET_EXAMPLES = 8, 8
 
 
 def write_report(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None) -> Path:

@@ -47,7 +47,9 @@ def results_table(runs: Sequence[Exhibit]) -> str:
             f" Needed are the datapoints to {kind} of {first.gamma:g}; a task that never gets there counts with all its"
             " data, and the fraction solved stands beside."
         )
-    return f"<h3>Results</h3><p>{escape(note)}</p>" + html_table("Mean ± standard error over seeds", headers, rows)
+    return f"<h3>Results</h3><p>{escape(note)}</p>" + html_table(
+        "Mean ± standard error over seeds", headers, rows, kind=_kind(runs)
+    )
 
 
 def readings_table(runs: Sequence[Exhibit]) -> str:
@@ -72,7 +74,9 @@ def readings_table(runs: Sequence[Exhibit]) -> str:
             ]
             rows.append([style(method)[0], *([run.name] if len(runs) > 1 else []), f"{size:,}", *values])
     caption = f"{runs[0].measure}, last third of the tasks: adaptation steps and batch-norm statistics"
-    return "<h3>Other readings</h3>" + html_table(caption, headers + [name for _, name in suffixes], rows)
+    return "<h3>Other readings</h3>" + html_table(
+        caption, headers + [name for _, name in suffixes], rows, kind=_kind(runs)
+    )
 
 
 def costs_table(runs: Sequence[Exhibit]) -> str:
@@ -98,7 +102,9 @@ def costs_table(runs: Sequence[Exhibit]) -> str:
             rows.append([style(method)[0], run.name, _duration(spent), held_text])
     if not rows:
         return ""
-    return "<h3>Time and memory</h3>" + html_table("Spent, all seeds together", ["method", "run", "time", "peak"], rows)
+    return "<h3>Time and memory</h3>" + html_table(
+        "Spent, all seeds together", ["method", "run", "time", "peak memory"], rows, kind="runs"
+    )
 
 
 def configuration_table(runs: Sequence[Exhibit]) -> str:
@@ -107,7 +113,7 @@ def configuration_table(runs: Sequence[Exhibit]) -> str:
     keys = dict.fromkeys(key for config in flat for key in config)
     rows = [[key, *(config.get(key, "–") for config in flat)] for key in keys]
     rows.append(["records", *(f"{len(run.records):,}" for run in runs)])
-    table = html_table("config.json", ["", *(run.name for run in runs)], rows, kind="words")
+    table = html_table("config.json", ["setting", *(run.name for run in runs)], rows, kind="words")
     for key, *values in rows:
         if len(set(values)) > 1:
             heading = f'<tr><th scope="row">{escape(key)}</th>'
@@ -124,6 +130,11 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
             text = ", ".join(map(str, value)) if isinstance(value, list) else value
             found[f"{prefix}{key}"] = text if isinstance(text, str) else json.dumps(text)
     return found
+
+
+def _kind(runs: Sequence[Exhibit]) -> str:
+    """The second column is of words where it names the run."""
+    return "runs" if len(runs) > 1 else ""
 
 
 def _methods(runs: Sequence[Exhibit]) -> list[tuple[str, Exhibit, Records]]:
