@@ -87,7 +87,9 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=path.resolve().as_uri())
-        while self.run("document.readyState !== 'complete' || location.href === 'about:blank'"):
+        deadline = time.monotonic() + self._timeout
+        while not self.run(f"document.readyState === 'complete' && location.href === {path.resolve().as_uri()!r}"):
+            assert time.monotonic() < deadline, f"{path} does not load"
             time.sleep(0.02)
 
     def run(self, script: str) -> Any:
