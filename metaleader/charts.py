@@ -164,13 +164,17 @@ def with_error(mean: float, error: float) -> str:
     if math.isnan(mean):
         return "–"
     if not (math.isfinite(mean) and math.isfinite(error)):
-        return f"{mean:.3g}" if abs(mean) < 100 else f"{mean:.0f}"
+        return _plain(mean)
     if error == 0:
-        return f"{mean:.4g} ± 0"
+        return f"{_plain(mean)} ± 0"
     digits = 1 - math.floor(math.log10(error))
     if mean != 0:
         digits = min(digits, 2 - math.floor(math.log10(abs(mean))))
     return f"{mean:.{max(0, digits)}f} ± {error:.{max(0, digits)}f}"
+
+
+def _plain(number: float) -> str:
+    return f"{number:.3g}" if abs(number) < 100 else f"{number:.0f}"
 
 
 def _line(curve: Curve, to_x: Callable, to_y: Callable, marks: np.ndarray) -> str:

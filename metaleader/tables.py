@@ -53,16 +53,18 @@ def results_table(runs: Sequence[Exhibit]) -> str:
 
 
 def readings_table(runs: Sequence[Exhibit]) -> str:
-    """Other numbers of adaptation steps, and batch norm with the statistics of D_t, where they were recorded."""
+    """Other numbers of steps, batch norm with the statistics of D_t, and how much data was new, where recorded."""
     found = {key for run in runs for key in (run.records[0] if run.records else {})}
     steps = sorted(int(match[1]) for key in found if (match := re.fullmatch(r"loss_(\d+)", key)))
     suffixes = [(f"_{number}", f"{number} step{'s' if number > 1 else ''}") for number in steps]
     if "loss_task" in found:
         suffixes.append(("_task", "batch norm by D_t"))
-    if not suffixes:
+    new = "new_datapoints" in found
+    if not suffixes and not new:
         return ""
     own_steps = runs[0].preset.steps[0] if runs[0].preset else 5
     headers = ["method", *(["run"] if len(runs) > 1 else []), "datapoints", f"{own_steps} steps (the paper's)"]
+    headers += [name for _, name in suffixes] + (["new datapoints"] if new else [])
     rows = []
     for method, run, _ in _methods(runs):
         late = [r for r in third(run.measured, "last") if r["method"] == method]
@@ -72,15 +74,15 @@ def readings_table(runs: Sequence[Exhibit]) -> str:
                 _estimate(part, lambda r, run=run, suffix=suffix: run.value(r, suffix))
                 for suffix in ("", *(suffix for suffix, _ in suffixes))
             ]
+            if new:
+                values.append(_estimate(part, lambda r: r.get("new_datapoints")))
             rows.append([style(method)[0], *([run.name] if len(runs) > 1 else []), f"{size:,}", *values])
     caption = f"{runs[0].measure}, last third of the tasks: adaptation steps and batch-norm statistics"
-    return "<h3>Other readings</h3>" + html_table(
-        caption, headers + [name for _, name in suffixes], rows, kind=_kind(runs)
-    )
+    return "<h3>Other readings</h3>" + html_table(caption, headers, rows, kind=_kind(runs))
 
 
 def costs_table(runs: Sequence[Exhibit]) -> str:
-    """Time and memory from `times.csv`, where a run has one with columns method and seconds, and perhaps memory."""
+    """Time and memory from `times.csv`, where a run has one: method, seconds and peak_mb, many rows a method."""
     rows = []
     for run in runs:
         path = run.folder / "times.csv"
@@ -94,11 +96,10 @@ def costs_table(runs: Sequence[Exhibit]) -> str:
                 if math.isnan(spent):
                     continue
                 seconds[method] = seconds.get(method, 0.0) + spent
-                held = max((_number(text) for key, text in line.items() if key and "memory" in key), default=math.nan)
-                if not math.isnan(held):
+                if not math.isnan(held := _number(line.get("peak_mb"))):
                     memory[method] = max(memory.get(method, 0.0), held)
         for method, spent in seconds.items():
-            held_text = f"{memory[method] / 2**20:,.0f} MiB" if method in memory else "–"
+            held_text = f"{memory[method]:,.0f} MB" if method in memory else "–"
             rows.append([style(method)[0], run.name, _duration(spent), held_text])
     if not rows:
         return ""

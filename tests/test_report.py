@@ -18,7 +18,7 @@ from metaleader.cli import main
 from metaleader.curves import STYLES, stream_panels
 from metaleader.report import write_report
 
-TIMES = "method,seconds,peak_memory\nftml,100,1048576\nftml,34.5,3145728\ntoe,12,\nscratch,soon,\n"
+TIMES = "method,round,seconds,peak_mb\nftml,0,100,1024\nftml,1,34.5,3072.4\ntoe,0,12,\nscratch,0,soon,\n"
 
 
 class Page(HTMLParser):
@@ -146,6 +146,22 @@ def test_both_readings_of_batch_norm_and_all_numbers_of_steps_are_shown(page):
     assert [one / own, ten / own, by_task / own] == pytest.approx([1.2, 0.97, 1.05], rel=0.02)
 
 
+def test_data_that_no_earlier_task_had_is_counted(tmp_path):
+    records = made_records("cifar100", 3, reveals=5, methods=("ftml",))
+    folder = write_run(
+        tmp_path / "run", [{**r, "new_datapoints": r["datapoints"] / 5} for r in records], preset="cifar100"
+    )
+    table = read(write_report([folder])).tables[
+        "accuracy, last third of the tasks: adaptation steps and batch-norm statistics"
+    ]
+    assert [[row[1], row[-1]] for row in table] == [
+        ["datapoints", "new datapoints"],
+        ["50", "10 ± 0"],
+        ["250", "50 ± 0"],
+        ["2,000", "–"],
+    ]
+
+
 def test_runs_of_one_preset_stand_together_and_what_differs_is_marked(folder):
     page = write_report([folder / "full", folder / "unfinished"], folder / "two.html")
     found, text = read(page), page.read_text()
@@ -166,7 +182,7 @@ def test_runs_of_one_preset_stand_together_and_what_differs_is_marked(folder):
 
 def test_time_and_memory_are_read_where_there_are_any(page):
     assert read(page).tables["Spent, all seeds together"][1:] == [
-        ["FTML", "full", "2 min 14 s", "3 MiB"],
+        ["FTML", "full", "2 min 14 s", "3,072 MB"],
         ["TOE", "full", "12.0 s", "–"],
     ]
 
@@ -272,6 +288,7 @@ def test_the_command_writes_into_the_first_folder_or_where_it_is_told(folder, tm
         (0.06123, 0.00412, "0.0612 ± 0.0041"),
         (545.61, 7.12, "546 ± 7"),
         (20.0, 0.0, "20 ± 0"),
+        (0.71333, 0.0, "0.713 ± 0"),
         (0.5, math.nan, "0.5"),
         (1234.5, math.nan, "1234"),
         (0.0, 0.03, "0.000 ± 0.030"),
