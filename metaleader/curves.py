@@ -121,7 +121,9 @@ def estimate(records: Records, value: Callable[[Mapping[str, Any]], float | None
     if not by_seed:
         return Estimate(math.nan, math.nan, 0)
     means = np.array([np.mean(values) for values in by_seed.values()])
-    error = means.std(ddof=1) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+    # A learner that diverged shows: its mean is not finite, and the error is NaN.
+    usable = len(means) > 1 and np.isfinite(means).all()
+    error = means.std(ddof=1) / math.sqrt(len(means)) if usable else math.nan
     return Estimate(float(means.mean()), float(error), len(means))
 
 

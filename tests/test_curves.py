@@ -167,6 +167,9 @@ def test_an_estimate_is_over_seeds_not_over_tasks():
     found = estimate(records, lambda r: r["accuracy"])
     assert (found.mean, found.error) == pytest.approx(mean_and_error([0.2, 1.0]))
     assert estimate(records, lambda r: None).seeds == 0
+    diverged = estimate(records, lambda r: math.inf if r["seed"] else 1.0)
+    assert diverged.mean == math.inf
+    assert math.isnan(diverged.error)
 
 
 def test_no_records_give_no_curves():

@@ -247,6 +247,18 @@ def test_a_run_without_records_yet_has_a_page(tmp_path):
     assert "No records." in write_report([folder]).read_text()
 
 
+def test_a_learner_that_diverged_is_shown_as_such(tmp_path):
+    records = made_records("sinusoid", 3, methods=("ftml", "toe"))
+    for r in records:
+        if r["method"] == "toe" and r["seed"] == 1 and r["round"] > 0:
+            r["loss"] = math.inf if r["round"] == 1 else math.nan
+    folder = write_run(tmp_path / "run", records, preset="sinusoid")
+    table = read(write_report([folder])).tables["Mean ± standard error over seeds"]
+    assert table[2][0] == "TOE"
+    assert table[2][-1] == "–"
+    assert "±" in table[1][-1]
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path):
     records = made_records(tasks=2, reveals=1, methods=("ftml",))
     folders = [write_run(tmp_path / name / "run", records) for name in ("a", "b")]
