@@ -19,11 +19,12 @@ import rich.table
 import torch
 from torch import nn
 
+from metaleader.curves import STYLES, record_error
 from metaleader.engine import Engine, Mode
 from metaleader.evaluate import play_together
 from metaleader.learners import Learner
 from metaleader.losses import takes_labels
-from metaleader.plots import STYLES, record_error, stream_figure
+from metaleader.plots import draw_figures
 from metaleader.presets import PRESETS, Preset, Schedule
 from metaleader.runs import Run, read_records
 from metaleader.tasks import Task, TaskStream
@@ -66,7 +67,7 @@ def run_experiment(experiment: Experiment, folder: Path) -> None:
                 progress.update(bar, completed=records[0].round + 1, note=f"{preset.error_name} {error:.3g}")
             timings[method] = time.perf_counter() - started
     records = read_records(folder)
-    paths = stream_figure(records, preset.panels[0], preset.panels[-1], folder / "figure", preset.error_name)
+    paths = draw_figures(records, preset.panels, folder, preset.error_name, preset.gamma)
     console.print(_table(records, preset, experiment.methods or (), timings))
     console.print(f"records: {run.records_path}", soft_wrap=True)
     print(paths[0].resolve())

@@ -10,6 +10,7 @@ import tyro
 
 from metaleader.cli.bench import bench as _bench
 from metaleader.cli.data import data as _data
+from metaleader.cli.report import report as _report
 from metaleader.cli.run import run as _run
 from metaleader.cli.show import show as _show
 from metaleader.cli.theory import theory as _theory
@@ -18,8 +19,9 @@ from metaleader.cli.verify import verify as _verify
 # Imported under other names, so that the modules keep theirs.
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": _run,
-    "theory": _theory,
+    "report": _report,
     "verify": _verify,
+    "theory": _theory,
     "bench": _bench,
     "data": _data,
     "show": _show,

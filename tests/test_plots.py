@@ -1,0 +1,71 @@
+"""The figures for print: what the files show, and that the same records give the same bytes."""
+
+import matplotlib.colors
+import matplotlib.image
+import numpy as np
+import pytest
+from made_records import made_records
+
+from metaleader.curves import STYLES
+from metaleader.plots import draw_figures
+from metaleader.presets import PRESETS
+
+NAMES = [f"{name}.{suffix}" for name in ("figure", "learning", "cumulative") for suffix in ("png", "svg")]
+
+
+def has_colour(path, colour):
+    pixels = np.round(matplotlib.image.imread(path)[..., :3] * 255)
+    return bool((pixels == np.round(np.array(matplotlib.colors.to_rgb(colour)) * 255)).all(-1).sum() > 30)
+
+
+def test_every_method_is_drawn_in_every_figure_and_no_other(tmp_path):
+    shown = ("ftml", "toe", "scratch")
+    paths = draw_figures(made_records(tasks=5, reveals=5, methods=shown), (100,), tmp_path, gamma=0.9)
+    assert [path.name for path in paths] == NAMES
+    for path in paths[::2]:
+        assert {name for name, look in STYLES.items() if has_colour(path, look[1])} == set(shown)
+    for path in paths[1::2]:
+        # Matplotlib writes each text as a comment above its outlines.
+        text = path.read_text()
+        assert all(f"<!-- {STYLES[name][0]} -->" in text for name in shown)
+        assert "<!-- standard error over seeds -->" in text
+
+
+@pytest.mark.parametrize("preset", ["rainbow-mnist", "cifar100", "pose"])
+def test_full_size_has_the_panels_of_the_paper(preset, tmp_path):
+    fixed = PRESETS[preset]("standard")
+    records = made_records(preset, fixed.tasks, seeds=2, methods=("ftml", "scratch"))
+    draw_figures(records, fixed.panels, tmp_path, fixed.error_name, fixed.gamma)
+    text = (tmp_path / "figure.svg").read_text()
+    kind = "accuracy" if fixed.gamma is None else fixed.error_name
+    assert all(f"<!-- {kind} after {size:,} datapoints -->" in text for size in fixed.panels)
+    assert "<!-- task (running mean of 5 tasks) -->" in text
+    if fixed.gamma is not None:
+        reached = "squared error 0.05" if preset == "pose" else "accuracy 0.9"
+        assert f"<!-- datapoints to {reached} -->" in text
+        solved = [r["needed"] is not None for r in records if r["datapoints"] == 20 * fixed.reveals]
+        assert f"solved: FTML {np.mean(solved[: len(solved) // 2]):.0%}" in text
+        assert f"unsolved tasks count as {20 * fixed.reveals} (hollow markers)" in text
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path):
+    records = made_records(tasks=4, reveals=5)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        draw_figures(records, (100,), tmp_path / name, gamma=0.9)
+    for name in NAMES:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert "dc:date" not in (tmp_path / "a" / "figure.svg").read_text()
+
+
+@pytest.mark.parametrize(("tasks", "seeds", "reveals"), [(1, 1, 1), (2, 1, 2), (3, 2, 1)])
+def test_small_runs_and_panels_without_records_can_be_drawn(tasks, seeds, reveals, tmp_path):
+    records = made_records(tasks=tasks, seeds=seeds, reveals=reveals, methods=("ftml",))
+    draw_figures(records, (20, 900), tmp_path, gamma=0.9)
+    text = (tmp_path / "figure.svg").read_text()
+    assert text.count("<!-- no records -->") == 1
+    assert ("<!-- standard error over seeds -->" in text) == (seeds > 1)
+
+
+def test_no_records_at_all_can_be_drawn(tmp_path):
+    assert all(path.is_file() for path in draw_figures([], (20, 60), tmp_path, gamma=0.9))

@@ -1,0 +1,437 @@
+"""The report: its numbers, bad input, and the page in a real browser."""
+
+import itertools
+import json
+import math
+import sys
+import types
+from html.parser import HTMLParser
+
+import matplotlib.image
+import numpy as np
+import pytest
+from browser import Browser, chromium
+from made_records import SHAPES, made_records, write_run
+
+from metaleader.charts import Axes, _ticks, common_axes, with_error
+from metaleader.cli import main
+from metaleader.curves import STYLES, stream_panels
+from metaleader.report import write_report
+
+TIMES = "method,round,seconds,peak_mb\nftml,0,100,1024\nftml,1,34.5,3072.4\ntoe,0,12,\nscratch,0,soon,\n"
+
+
+class Page(HTMLParser):
+    """The tables, headings, images and addresses of a page; an element left open is an error."""
+
+    VOID = ("meta", "link", "img", "br")
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.headings: list[tuple[int, str]] = []
+        self.images, self.addresses, self.open, self.text = [], [], [], ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.addresses += [found[name] for name in ("src", "href") if name in found]
+        self.images += [found] if tag == "img" else []
+        if tag not in (*self.VOID, "path"):
+            self.open.append(tag)
+        if tag == "table":
+            self._rows: list[list[str]] = []
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("td", "th", "caption", "h1", "h2", "h3", "h4"):
+            self.text = ""
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_data(self, data):
+        self.text += data
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+        if tag == "caption":
+            self.tables[self.text] = self._rows
+        elif tag in ("td", "th"):
+            self._rows[-1].append(self.text)
+        elif tag[0] == "h" and tag[1:].isdigit():
+            self.headings.append((int(tag[1]), self.text))
+
+
+def read(path):
+    return Page(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two runs of full size of one preset, one of them unfinished, and one of another preset that needs no data."""
+    folder = tmp_path_factory.mktemp("runs")
+    full = write_run(folder / "full", made_records())
+    (full / "times.csv").write_text(TIMES)
+    write_run(folder / "unfinished", made_records(tasks=20, seeds=1, methods=("ftml", "toe")), schedule="paper")
+    write_run(folder / "sinusoid", made_records("sinusoid", 6, methods=("ftml", "scratch")), preset="sinusoid")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        # No data sets: what the page shows must not depend on those that this machine has.
+        patch.setenv("METALEADER_DATA", str(folder))
+        return write_report([folder / "full", folder / "unfinished", folder / "sinusoid"], folder / "report.html")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if chromium() is None:
+        pytest.skip("chromium is missing")
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+def test_the_page_loads_nothing_and_is_well_formed(page):
+    found = read(page)
+    assert all(address.startswith(("data:", "#")) for address in found.addresses)
+    assert "default-src 'none'" in page.read_text()
+    assert all(image["alt"] for image in found.images)
+    levels = [level for level, _ in found.headings]
+    assert levels[0] == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+    assert [text for level, text in found.headings if level == 2] == ["rainbow-mnist", "sinusoid"]
+
+
+def test_the_table_of_results_is_the_mean_over_seeds_of_means_over_tasks(folder):
+    table = read(write_report([folder / "full"], folder / "one.html")).tables["Mean ± standard error over seeds"]
+    assert table[0][:5] == ["method", "tasks", "solved", "needed, first third", "needed, last third"]
+    assert table[0][5:7] == ["error after 100, first third", "error after 100, last third"]
+    assert len(table) == 1 + len(SHAPES)
+    records = made_records()
+    for method, row in zip(SHAPES, table[1:], strict=True):
+        assert row[:2] == [STYLES[method][0], "56"]
+        own = [r for r in records if r["method"] == method]
+        last = [r for r in own if r["datapoints"] == 900]
+        assert row[2] == f"{np.mean([r['needed'] is not None for r in last]):.0%}"
+        for column, rounds, size, value in (
+            (3, range(19), 900, lambda r: r["needed"] or 900),
+            (4, range(37, 56), 900, lambda r: r["needed"] or 900),
+            (5, range(19), 100, lambda r: 1 - r["accuracy"]),
+            (8, range(37, 56), 900, lambda r: 1 - r["accuracy"]),
+        ):
+            part = [r for r in own if r["datapoints"] == size and r["round"] in rounds]
+            seeds = [np.mean([value(r) for r in part if r["seed"] == seed]) for seed in range(3)]
+            mean, error = (float(text) for text in row[column].split(" ± "))
+            digits = 10.0 ** -len(row[column].split(" ± ")[0].partition(".")[2])
+            assert mean == pytest.approx(np.mean(seeds), abs=0.51 * digits)
+            assert error == pytest.approx(np.std(seeds, ddof=1) / math.sqrt(3), abs=0.51 * digits)
+
+
+def test_both_readings_of_batch_norm_and_all_numbers_of_steps_are_shown(page):
+    table = read(page).tables["error, last third of the tasks: adaptation steps and batch-norm statistics"]
+    assert table[0] == [
+        "method",
+        "run",
+        "datapoints",
+        "5 steps (the paper's)",
+        "1 step",
+        "10 steps",
+        "batch norm by D_t",
+    ]
+    assert len(table) == 1 + 2 * (5 + 2)
+    own, one, ten, by_task = (float(text.split(" ± ")[0]) for text in table[1][3:])
+    assert [one / own, ten / own, by_task / own] == pytest.approx([1.2, 0.97, 1.05], rel=0.02)
+
+
+def test_data_that_no_earlier_task_had_is_counted(tmp_path):
+    records = made_records("cifar100", 3, reveals=5, methods=("ftml",))
+    folder = write_run(
+        tmp_path / "run", [{**r, "new_datapoints": r["datapoints"] / 5} for r in records], preset="cifar100"
+    )
+    table = read(write_report([folder])).tables[
+        "accuracy, last third of the tasks: adaptation steps and batch-norm statistics"
+    ]
+    assert [[row[1], row[-1]] for row in table] == [
+        ["datapoints", "new datapoints"],
+        ["50", "10 ± 0"],
+        ["250", "50 ± 0"],
+        ["2,000", "–"],
+    ]
+
+
+def test_runs_of_one_preset_stand_together_and_what_differs_is_marked(folder):
+    page = write_report([folder / "full", folder / "unfinished"], folder / "two.html")
+    found, text = read(page), page.read_text()
+    rows = [row[:3] for row in found.tables["Mean ± standard error over seeds"]]
+    assert rows == [
+        ["method", "run", "tasks"],
+        ["FTML", "full", "56"],
+        ["FTML", "unfinished", "20"],
+        ["FTML, last layer", "full", "56"],
+        ["FTL", "full", "56"],
+        ["TOE", "full", "56"],
+        ["TOE", "unfinished", "20"],
+        ["from scratch", "full", "56"],
+    ]
+    assert '<tr class="differs"><th scope="row">schedule</th><td>standard</td><td>paper</td>' in text
+    assert '<tr><th scope="row">preset</th>' in text
+
+
+def test_time_and_memory_are_read_where_there_are_any(page):
+    assert read(page).tables["Spent, all seeds together"][1:] == [
+        ["FTML", "full", "2 min 14 s", "3,072 MB"],
+        ["TOE", "full", "12.0 s", "–"],
+    ]
+
+
+def test_the_contact_sheet_is_there_where_the_data_is(page):
+    images = read(page).images
+    assert [image["alt"] for image in images] == [
+        "Contact sheet: 6 of the 6 tasks played of sinusoid, with some of their datapoints"
+    ]
+    assert images[0]["src"].startswith("data:image/png;base64,iVBOR")
+
+
+def test_the_same_runs_give_the_same_page(page, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("METALEADER_DATA", str(folder))
+    again = write_report([folder / "full", folder / "unfinished", folder / "sinusoid"], tmp_path / "again.html")
+    assert again.read_bytes() == page.read_bytes()
+
+
+def test_the_checks_of_verify_are_shown(folder, tmp_path, monkeypatch):
+    claims = [
+        types.SimpleNamespace(name="later < earlier", verdict="agrees", text="by 30 ± 2 & more"),
+        types.SimpleNamespace(name="second", verdict="undecided", text="too few seeds"),
+    ]
+    verify = types.ModuleType("metaleader.verify")
+    monkeypatch.setattr(verify, "check_claims", lambda folder: claims, raising=False)
+    monkeypatch.setitem(sys.modules, "metaleader.verify", verify)
+    text = write_report([folder / "sinusoid"], tmp_path / "a.html").read_text()
+    assert '<span class="verdict agrees">agrees</span><strong>later &lt; earlier</strong>' in text
+    assert "by 30 ± 2 &amp; more" in text
+
+    def unable(folder):
+        raise ValueError("a claim needs two seeds")
+
+    monkeypatch.setattr(verify, "check_claims", unable)
+    assert (
+        "Not checked: a claim needs two seeds" in write_report([folder / "sinusoid"], tmp_path / "b.html").read_text()
+    )
+
+
+def test_what_comes_from_files_is_escaped(tmp_path):
+    evil = "<script>alert('x')</script>"
+    records = [{**r, "method": evil, "task": evil} for r in made_records(tasks=2, reveals=2, methods=("ftml",))]
+    folder = write_run(tmp_path / "run", records, preset=evil, note={evil: evil}, versions={"torch": evil})
+    (folder / "times.csv").write_text(f"method,seconds\n{evil},1\n")
+    text = write_report([folder]).read_text()
+    assert evil not in text
+    assert text.count("<script") == 1
+    assert "&lt;script&gt;" in text
+
+
+def test_a_stream_of_ones_own_is_shown_with_its_smallest_and_largest_data(tmp_path):
+    folder = write_run(tmp_path / "run", made_records(tasks=3, reveals=4), preset="mine", gamma=None)
+    headings = [text for _, text in read(write_report([folder])).headings]
+    assert "accuracy after 20 datapoints" in headings
+    assert "accuracy after 80 datapoints" in headings
+
+
+def test_a_run_without_records_yet_has_a_page(tmp_path):
+    folder = write_run(tmp_path / "run", made_records(tasks=1, reveals=1))
+    path = folder / "records.csv"
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    assert "No records." in write_report([folder]).read_text()
+
+
+def test_a_learner_that_diverged_is_shown_as_such(tmp_path):
+    records = made_records("sinusoid", 3, methods=("ftml", "toe"))
+    for r in records:
+        if r["method"] == "toe" and r["seed"] == 1 and r["round"] > 0:
+            r["loss"] = math.inf if r["round"] == 1 else math.nan
+    folder = write_run(tmp_path / "run", records, preset="sinusoid")
+    table = read(write_report([folder])).tables["Mean ± standard error over seeds"]
+    assert table[2][0] == "TOE"
+    assert table[2][-1] == "–"
+    assert "±" in table[1][-1]
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    records = made_records(tasks=2, reveals=1, methods=("ftml",))
+    folders = [write_run(tmp_path / name / "run", records) for name in ("a", "b")]
+    table = read(write_report(folders)).tables["config.json"]
+    assert table[0] == ["setting", *map(str, folders)]
+
+
+@pytest.mark.parametrize(("config", "message"), [("{", "is not JSON"), ("[]", "configuration"), (None, "config.json")])
+def test_bad_folders_end_with_a_message_and_status_2(config, message, tmp_path, capsys):
+    folder = write_run(tmp_path / "run", made_records(tasks=1, reveals=1))
+    (folder / "config.json").unlink()
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    with pytest.raises(SystemExit) as stop:
+        main(["report", str(folder)])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_writes_into_the_first_folder_or_where_it_is_told(folder, tmp_path, capsys):
+    for arguments, expected in (
+        ([], folder / "sinusoid" / "report.html"),
+        (["--out", str(tmp_path / "page.html")], tmp_path / "page.html"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(["report", str(folder / "sinusoid"), *arguments])
+        assert stop.value.code == 0
+        assert capsys.readouterr().out == f"{expected}\n"
+        assert expected.is_file()
+    with pytest.raises(ValueError, match="at least one"):
+        write_report([])
+    with pytest.raises(FileNotFoundError, match="no records"):
+        write_report([tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "text"),
+    [
+        (0.06123, 0.00412, "0.0612 ± 0.0041"),
+        (545.61, 7.12, "546 ± 7"),
+        (20.0, 0.0, "20 ± 0"),
+        (0.71333, 0.0, "0.713 ± 0"),
+        (0.5, math.nan, "0.5"),
+        (1234.5, math.nan, "1234"),
+        (0.0, 0.03, "0.000 ± 0.030"),
+        (math.nan, math.nan, "–"),
+        (math.inf, math.nan, "inf"),
+    ],
+)
+def test_numbers_have_the_digits_that_their_error_leaves(mean, error, text):
+    assert with_error(mean, error) == text
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("span", [(0.02, 0.5), (1.0, 900.0), (3.0, 3.5), (0.001, 1e6)])
+def test_ticks_are_few_round_and_within_the_range(span, log):
+    ticks = _ticks(span, log, 5)
+    assert all(span[0] <= tick <= span[1] for tick in ticks)
+    assert ticks == sorted(set(ticks))
+    assert len(ticks) <= 10
+    assert ticks or log
+
+
+def test_axes_hold_all_panels():
+    panels = [stream_panels(made_records(tasks=t, reveals=5), (100,), 0.9, "error")[1] for t in (3, 9)]
+    axes = common_axes(panels)
+    assert isinstance(axes, Axes)
+    assert axes.x == (0, 8)
+    means = np.concatenate([curve.mean for panel in panels for curve in panel.curves])
+    assert axes.y[0] < means.min() < means.max() < axes.y[1]
+    assert common_axes([]) is None
+
+
+def overflow(browser):
+    """By how much the page is wider than the window, and what sticks out of it; boxes that scroll may hide more."""
+    return browser.run(
+        """(() => {
+          const width = document.documentElement.clientWidth;
+          const out = [...document.querySelectorAll('body *')].filter(
+            (e) => !e.closest('.scroll table') && e.getBoundingClientRect().right > width + 0.5);
+          return [document.documentElement.scrollWidth - width, out.map((e) => e.tagName)];
+        })()"""
+    )
+
+
+def colour_share(path, colour):
+    pixels = np.round(matplotlib.image.imread(path)[..., :3] * 255).astype(int)
+    return float((np.abs(pixels - np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])).max(-1) <= 2).mean())
+
+
+def test_the_browser_notices_what_must_not_be(browser, tmp_path):
+    bad = tmp_path / "bad.html"
+    bad.write_text("<p style='width:3000px'>wide</p><script>console.error('x'); undefinedName()</script>")
+    browser.open(bad, 390, 844)
+    browser.run("1")
+    assert len(browser.messages) >= 2
+    assert overflow(browser)[0] > 1000
+    browser.messages.clear()
+    browser.requests.clear()
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True), (320, False)])
+def test_the_page_in_a_browser(browser, page, width, dark, tmp_path):
+    browser.messages.clear()
+    browser.requests.clear()
+    browser.open(page, width, 844, dark)
+    assert overflow(browser) == [0, []]
+    charts = browser.run(
+        """[...document.querySelectorAll('.plot svg')].map((svg) => {
+          const box = svg.getBoundingClientRect();
+          const lines = [...svg.querySelectorAll('.line')].map((e) => e.getBBox());
+          return [box.width, box.height, lines.length, Math.max(...lines.map((b) => b.width))];
+        })"""
+    )
+    # Three panels, learning and cumulative loss, for each of three runs.
+    assert [lines for _, _, lines, _ in charts] == [5] * 5 + [2] * 10
+    assert all(280 < w <= width and h > 150 and span > 50 for w, h, _, span in charts)
+    browser.run("document.querySelector('.plot').scrollIntoView({block: 'start'})")
+    shot = browser.screenshot(tmp_path / "shot.png")
+    background = "#14171c" if dark else "#ffffff"
+    assert 0.4 < colour_share(shot, background) < 0.99
+    if not dark:
+        assert all(colour_share(shot, look[1]) > 1e-4 for look in STYLES.values())
+    assert browser.messages == []
+    assert browser.requests == [page.as_uri()]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_stand_out_from_the_page(browser, page, dark):
+    browser.open(page, dark=dark)
+    ratios = browser.run(
+        """['body', 'p', 'figcaption', 'td', 'th'].map((name) => {
+          const light = (text) => {
+            const [r, g, b] = text.match(/[0-9.]+/g).map((v) => v / 255).map(
+              (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+          };
+          const back = light(getComputedStyle(document.body).backgroundColor);
+          const front = light(getComputedStyle(document.querySelector(name)).color);
+          return (Math.max(back, front) + 0.05) / (Math.min(back, front) + 0.05);
+        })"""
+    )
+    assert min(ratios) >= 4.5
+
+
+def test_values_are_shown_under_the_pointer_and_by_the_arrow_keys(browser, page):
+    browser.open(page, 390, 844)
+    values = json.loads(browser.run("document.querySelector('.plot').dataset.values"))
+    x, y, w, h = browser.run(
+        """(() => {
+          const svg = document.querySelector('.plot svg');
+          svg.scrollIntoView({block: 'center'});
+          const box = svg.getBoundingClientRect();
+          return [box.x, box.y, box.width, box.height];
+        })()"""
+    )
+    tip = "(() => { const t = document.querySelector('.tip'); return t.hidden ? null : t.innerText.split('\\n'); })()"
+    assert browser.run(tip) is None
+
+    def shown(i):
+        return [values["label"][i], *(f"{s['name']} {s['text'][i]}" for s in values["series"])]
+
+    for i in (0, 17, -1):
+        browser.move(x + w * values["x"][i] / 400, y + h / 2)
+        assert browser.run(tip) == shown(i)
+        assert overflow(browser) == [0, []]
+    browser.move(1, 1)
+    assert browser.run(tip) is None
+    browser.run("document.querySelector('.plot svg').focus()")
+    browser.press("Home")
+    assert browser.run(tip) == shown(0)
+    browser.press("ArrowRight")
+    assert browser.run(tip) == shown(1)
+    browser.press("Escape")
+    assert browser.run(tip) is None
+    assert browser.messages == []
