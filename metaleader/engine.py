@@ -123,7 +123,7 @@ class Engine:
                 program(params, support, query, noise)
                 self._programs[key] = _Captured(program) if self.mode == "captured" else program
             except Exception as error:
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                reason = " ".join(str(error).split())[:300] or type(error).__name__
                 _log.warning("the network does not compile, going on eagerly: %s", reason)
                 self.mode = "eager"
                 return self._eager(objective, params, support, query, noise)
@@ -343,13 +343,13 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _compiling() -> Iterator[None]:
     """Settings under which compiled pieces are called.
 
-    Every learner and shape has its own compiled entry under one code object, so dynamo's limit of 8 is raised; Inductor
-    advises TF32 when it is off, and it is off for the digits it costs. Fused attention has no second derivative; the
-    plain one has.
+    Every learner and shape has its own compiled entry under one code object, so dynamo's limit of 8 is raised. What
+    Inductor advises (TF32, another softmax) is not for the user, and must not stop a program whose warnings are errors.
+    Fused attention has no second derivative; the plain one has.
     """
     import torch._dynamo.config  # takes a second, and eager programs do without it
 
     limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024)
     with limits, sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+        warnings.simplefilter("ignore")
         yield
