@@ -9,12 +9,21 @@ from typing import Any
 import tyro
 
 from metaleader.cli.data import data as _data
+from metaleader.cli.list import list_presets as _list
+from metaleader.cli.resume import resume as _resume
 from metaleader.cli.run import run as _run
 from metaleader.cli.show import show as _show
 from metaleader.cli.theory import theory as _theory
 
 # Imported under other names, so that the modules keep theirs.
-COMMANDS: dict[str, Callable[..., Any]] = {"run": _run, "theory": _theory, "show": _show, "data": _data}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "run": _run,
+    "resume": _resume,
+    "list": _list,
+    "theory": _theory,
+    "show": _show,
+    "data": _data,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
