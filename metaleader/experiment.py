@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.metadata
 import json
-import platform
-import resource
 import signal
-import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
 
+from metaleader import machine
 from metaleader.data import data_folder
 from metaleader.display import Display, result_table, summary_writer
 from metaleader.engine import Engine, Mode
@@ -62,8 +58,9 @@ def resume_experiment(folder: Path) -> None:
     """Go on with a run that was stopped, however it was; a finished one only ends again with table and figure."""
     with Run(folder) as run:
         try:
-            given = {field.name: run.config[field.name] for field in dataclasses.fields(Experiment)}
-            experiment, preset = checked(Experiment(**given | {"methods": tuple(given["methods"])}))
+            given: dict[str, Any] = {field.name: run.config[field.name] for field in dataclasses.fields(Experiment)}
+            given["methods"] = tuple(given["methods"])
+            experiment, preset = checked(Experiment(**given))
             _check_unchanged(run.config, _config(experiment, preset))
             torch.set_num_threads(run.config["threads"])
         except (KeyError, TypeError) as error:
@@ -167,7 +164,7 @@ def _play_method(
             display.reveal(reveal, len(records) / preset.reveals)
         state = {"engine": engine.mode, "learners": [learner.state_dict(data=False) for learner in learners]}
         seconds = time.perf_counter() - started
-        run.save(method, t + 1, records, state, seconds, _peak_mb(experiment.device))
+        run.save(method, t + 1, records, state, seconds, machine.peak_mb(experiment.device))
         display.round_saved(seconds)
         started = time.perf_counter()
 
@@ -221,10 +218,9 @@ def _config(experiment: Experiment, preset: Preset) -> dict[str, Any]:
         "panels": preset.panels,
         "error_name": preset.error_name,
         "statistics": "batch",
-        "hardware": _hardware(experiment.device),
-        "versions": {"metaleader": _version(), "torch": torch.__version__, "numpy": np.__version__}
-        | {"python": platform.python_version()},
-        "commit": _commit(),
+        "hardware": machine.hardware(experiment.device),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
     }
 
 
@@ -250,44 +246,6 @@ def _check_unchanged(then: dict[str, Any], now: dict[str, Any]) -> None:
     for name in ("hardware", "versions", "commit"):
         if then[name] != now[name]:
             print(f"note: {name} was {then[name]}, now {now[name]}: numbers may differ in the last bits")
-
-
-def _hardware(device: str) -> str:
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("metaleader")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _commit() -> str | None:
-    """The commit of the package where it runs from a git checkout, with "-dirty" where files were changed."""
-    here = Path(__file__)
-    try:
-        for arguments in (
-            ["ls-files", "--error-unmatch", here.name],
-            ["describe", "--always", "--dirty", "--abbrev=40"],
-        ):
-            git = ["git", "-C", str(here.parent), *arguments]
-            answer = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer
-
-
-def _peak_mb(device: str) -> float:
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6
-    # Linux counts in KiB.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def _check_names(kind: str, names: Sequence[str], known: dict[str, Any]) -> None:
