@@ -31,7 +31,7 @@ class Display:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             TimeRemainingColumn(compact=True),
         )
         self._bars = Progress(*columns, console=console, disable=not console.is_terminal)

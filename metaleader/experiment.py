@@ -62,7 +62,7 @@ def resume_experiment(folder: Path) -> None:
             given["methods"] = tuple(given["methods"])
             experiment, preset = checked(Experiment(**given))
             _check_unchanged(run.config, _config(experiment, preset))
-            torch.set_num_threads(run.config["threads"])
+            torch.set_num_threads(int(run.config["threads"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{folder}/config.json is damaged ({error!r}); use an intact copy") from error
         if run.finished():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,12 +74,14 @@ class Snapshots:
         self.busy = False
 
 
-@pytest.mark.parametrize(("preset", "methods"), [("tiny", ("ftl", "toe")), ("tiny-nway", ("ftml", "scratch"))])
-def test_after_a_stop_at_any_write_step_the_result_is_the_same(preset, methods, presets, tmp_path):
+@pytest.mark.parametrize(
+    ("preset", "methods", "seeds"), [("tiny", ("ftl", "toe"), 2), ("tiny-nway", ("ftml", "scratch"), 1)]
+)
+def test_after_a_stop_at_any_write_step_the_result_is_the_same(preset, methods, seeds, presets, tmp_path):
     folder = tmp_path / "whole"
     with pytest.MonkeyPatch.context() as patch:
         snapshots = Snapshots(folder, tmp_path / "stopped", patch)
-        run_experiment(Experiment(preset, methods, seeds=2, tasks=2), folder)
+        run_experiment(Experiment(preset, methods, seeds, tasks=2), folder)
     whole = tiny.results(folder)
     rounds = 2 * len(json.loads((folder / "config.json").read_bytes())["methods"])
     assert {f"{when} {call}" for when in ("before", "after") for call in ("fsync", "replace")} <= set(snapshots.calls)
@@ -105,7 +108,7 @@ def test_after_a_stop_at_any_write_step_the_result_is_the_same(preset, methods, 
         assert len(times) == len(set(times)) == rounds
     assert begun >= 4 * rounds
     # The comparison sees a difference where there is one.
-    run_experiment(Experiment(preset, methods, seeds=1, tasks=2), tmp_path / "other")
+    run_experiment(Experiment(preset, methods, seeds + 1, tasks=2), tmp_path / "other")
     assert tiny.results(tmp_path / "other") != whole
 
 
@@ -165,7 +168,7 @@ def test_the_mode_the_threads_and_the_device_are_those_of_the_run(presets, tmp_p
     made = []
 
     class Falling(Engine):
-        def __init__(self, mode="auto", planned_updates=0, device="cpu"):
+        def __init__(self, mode: Any = "auto", planned_updates=0, device="cpu"):
             super().__init__("eager" if planned_updates else mode, planned_updates, device)
             made.append((mode, planned_updates, self.mode))
 
@@ -186,7 +189,7 @@ def test_the_mode_the_threads_and_the_device_are_those_of_the_run(presets, tmp_p
     modes = []
 
     class Watched(Engine):
-        def __init__(self, mode="auto", planned_updates=0, device="cpu"):
+        def __init__(self, mode: Any = "auto", planned_updates=0, device="cpu"):
             super().__init__(mode, planned_updates, device)
             if not planned_updates:
                 modes.append((self.mode, torch.get_num_threads()))
@@ -318,11 +321,9 @@ def test_killed_a_hundred_times_the_result_is_the_same(whole, tmp_path):
     while kills < 100:
         begun = (folder / "records.csv").exists()
         process = context.Process(target=_child, args=(["resume", str(folder)] if begun else [*RUN, str(folder)],))
-        before = (folder / ".lock").stat().st_mtime_ns if (folder / ".lock").exists() else 0
         process.start()
         while not (folder / "config.json").exists() and process.is_alive():
             time.sleep(0.002)
-        assert before >= 0
         process.join(float(draw.exponential(0.4)))
         if process.exitcode is None:
             process.kill()
