@@ -25,6 +25,7 @@ from metaleader.runs import read_records, read_times
 from metaleader.store import load_tree
 
 RUN = ("run", "sinusoid", "--schedule", "quick", "--tasks", "3", "--seeds", "1", "--methods", "toe,scratch", "--out")
+KILLS = 100
 
 
 @pytest.fixture
@@ -304,10 +305,11 @@ def test_an_interrupt_says_how_to_resume(whole, tmp_path, presets):
     assert tiny.results(folder) == whole
 
 
-def _child(arguments):
+def _child(ready, arguments):
     experiment._finish = lambda folder: None
     with open(os.devnull, "w") as nowhere:
         sys.stdout = nowhere
+        ready.set()
         cli.main(arguments)
 
 
@@ -315,25 +317,36 @@ def _child(arguments):
 def test_killed_a_hundred_times_the_result_is_the_same(whole, tmp_path):
     # Forked from a process that has imported everything, so that a hundred kills do not cost a hundred imports.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["metaleader.experiment", "metaleader.cli"])
-    draw = np.random.default_rng(0)
-    kills, finished, folder = 0, 0, tmp_path / "0"
-    while kills < 100:
-        begun = (folder / "records.csv").exists()
-        process = context.Process(target=_child, args=(["resume", str(folder)] if begun else [*RUN, str(folder)],))
+    context.set_forkserver_preload(["metaleader.experiment", "metaleader.cli", "hypothesis", "pytest"])
+
+    def begin(folder):
+        arguments = ["resume", str(folder)] if (folder / "records.csv").exists() else [*RUN, str(folder)]
+        ready = context.Event()
+        process = context.Process(target=_child, args=(ready, arguments))
         process.start()
-        while not (folder / "config.json").exists() and process.is_alive():
-            time.sleep(0.002)
-        process.join(float(draw.exponential(0.4)))
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            kills += process.exitcode == -signal.SIGKILL
+        assert ready.wait(120)
+        return process
+
+    process = begin(tmp_path / "never killed")
+    started = time.monotonic()
+    process.join()
+    seconds = time.monotonic() - started
+    assert tiny.results(tmp_path / "never killed") == whole
+    draw = np.random.default_rng(0)
+    kills, finished = 0, 0
+    while kills < KILLS:
+        folder = tmp_path / f"{finished}"
+        process = begin(folder)
+        process.join(float(draw.exponential(seconds / 2)))
+        process.kill()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
         if process.exitcode == 0:
             assert tiny.results(folder) == whole
             finished += 1
-            folder = tmp_path / f"{finished}"
-    assert finished >= 3
+        else:
+            kills += 1
+    assert finished >= KILLS // 20
 
 
 @pytest.mark.torture
