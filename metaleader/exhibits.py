@@ -94,7 +94,7 @@ def _read(folder: Path, name: str) -> Exhibit:
         made = PRESETS[preset](schedule)
         return Exhibit(name, folder, config, records, made, made.panels, made.gamma, made.error_name)
     sizes = sorted({r["datapoints"] for r in records})
-    gamma = config.get("gamma")
+    gamma = config.get("settings", {}).get("gamma")
     return Exhibit(
         name,
         folder,

@@ -1,38 +1,38 @@
-"""Experiments as dataclasses: what `metaleader run` runs."""
+"""Experiments as dataclasses: what `metaleader run` runs and `metaleader resume` goes on with."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.metadata
-import platform
+import json
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import rich.console
-import rich.progress
-import rich.table
 import torch
+from rich.console import Console
 from torch import nn
 
-from metaleader.curves import STYLES, record_error
+from metaleader import machine
+from metaleader.data import data_folder
+from metaleader.display import Display, result_table, summary_writer
 from metaleader.engine import Engine, Mode
-from metaleader.evaluate import play_together
+from metaleader.evaluate import play_together, preload
 from metaleader.learners import Learner
 from metaleader.losses import takes_labels
 from metaleader.plots import draw_figures
 from metaleader.presets import PRESETS, Preset, Schedule
-from metaleader.runs import Run, read_records
+from metaleader.report import write_report
+from metaleader.runs import Run, read_config, read_records, read_times
 from metaleader.tasks import Task, TaskStream
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a run is asked to do; these fields are the head of its `config.json`."""
+    """What a run is asked to do; these fields are the head of its `config.json`, with every choice made."""
 
     preset: str
     methods: tuple[str, ...] | None = None
@@ -42,47 +42,55 @@ class Experiment:
     device: str = "auto"
     engine: Mode = "auto"
     data: str | None = None
+    tensorboard: bool = False
 
 
 def run_experiment(experiment: Experiment, folder: Path) -> None:
-    """Run every method of an experiment over the same streams, write records and a figure, print the table."""
+    """Run every method of an experiment over the same streams, into a new run folder; end with table and figure."""
     experiment, preset = checked(experiment)
-    device = _device(experiment.device)
     if preset.threads is not None:
         torch.set_num_threads(preset.threads)
-    console = rich.console.Console()
-    streams = [First(preset.stream(seed, experiment.data), preset.tasks) for seed in range(experiment.seeds)]
-    run = Run(folder, _config(experiment, preset, device), _more_columns(preset, streams[0]))
-    timings: dict[str, float] = {}
-    with _progress(console) as progress:
-        for method in experiment.methods or ():
-            started = time.perf_counter()
-            learners = _learners(preset, method, experiment, device, console)
-            bar = progress.add_task(STYLES[method][0], total=len(streams[0]), note="")
-            for records in play_together(
-                learners, streams, preset.reveal, reveals=preset.reveals, gamma=preset.gamma, steps=preset.steps
-            ):
-                run.append(method, enumerate(records))
-                error = float(np.mean([record_error(vars(record)) for record in records]))
-                progress.update(bar, completed=records[0].round + 1, note=f"{preset.error_name} {error:.3g}")
-            timings[method] = time.perf_counter() - started
-    records = read_records(folder)
-    paths = draw_figures(records, preset.panels, folder, preset.error_name, preset.gamma)
-    console.print(_table(records, preset, experiment.methods or (), timings))
-    console.print(f"records: {run.records_path}", soft_wrap=True)
-    print(paths[0].resolve())
+    with Run(folder, _config(experiment, preset)) as run:
+        _go_on(run, experiment, preset)
+    _finish(folder)
+
+
+def resume_experiment(folder: Path) -> None:
+    """Go on with a run that was stopped, however it was; a finished one only ends again with table and figure."""
+    with Run(folder) as run:
+        try:
+            given: dict[str, Any] = {field.name: run.config[field.name] for field in dataclasses.fields(Experiment)}
+            given["methods"] = tuple(given["methods"])
+            experiment, preset = checked(Experiment(**given))
+            _check_unchanged(run.config, _config(experiment, preset))
+            torch.set_num_threads(int(run.config["threads"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{folder}/config.json is damaged ({error!r}); use an intact copy") from error
+        if run.finished():
+            print(f"{folder} is finished: there is nothing to resume")
+        else:
+            _go_on(run, experiment, preset)
+    _finish(folder)
 
 
 def checked(experiment: Experiment) -> tuple[Experiment, Preset]:
-    """An experiment with its methods filled in, and its preset; names and numbers are checked."""
+    """An experiment with every choice made, and its preset; names, numbers and the device are checked."""
     _check_names("preset", [experiment.preset], PRESETS)
     preset = PRESETS[experiment.preset](experiment.schedule)
     methods = tuple(preset.methods) if experiment.methods is None else experiment.methods
     _check_names("method", methods, preset.methods)
     if experiment.seeds < 1 or (experiment.tasks is not None and experiment.tasks < 1):
         raise ValueError(f"seeds and tasks must be at least 1, got {experiment.seeds} and {experiment.tasks}")
+    if experiment.tensorboard:
+        summary_writer()
     preset = dataclasses.replace(preset, tasks=min(preset.tasks, experiment.tasks or preset.tasks))
-    return dataclasses.replace(experiment, methods=methods), preset
+    return dataclasses.replace(
+        experiment,
+        methods=tuple(dict.fromkeys(methods)),
+        tasks=preset.tasks,
+        device=str(_device(experiment.device)),
+        data=str(data_folder(experiment.data).absolute()),
+    ), preset
 
 
 class First:
@@ -106,21 +114,89 @@ class First:
         return self._stream[t]
 
 
-def _learners(
-    preset: Preset, method: str, experiment: Experiment, device: torch.device, console: rich.console.Console
-) -> list[Learner]:
-    updates = preset.tasks * preset.reveals * preset.meta_steps
-    engine = Engine(experiment.engine, updates if method.startswith("ftml") else updates // 10, device)
-    console.print(f"{STYLES[method][0]}: {updates} updates, engine {engine.mode}", highlight=False)
+def _go_on(run: Run, experiment: Experiment, preset: Preset) -> None:
+    """Play what the run has not played yet."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        streams = [First(preset.stream(seed, experiment.data), preset.tasks) for seed in range(experiment.seeds)]
+        run.rewind(len(streams[0]), _more_columns(preset, streams[0]))
+        tensorboard = run.folder / "tensorboard" if experiment.tensorboard else None
+        with Display(Console(), preset.error_name, len(streams[0]), tensorboard) as display:
+            for method in run.config["methods"]:
+                _play_method(method, run, experiment, preset, streams, display)
+    except KeyboardInterrupt:
+        print(f"stopped; every finished round is saved. Go on with: metaleader resume {run.folder}", flush=True)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _play_method(
+    method: str, run: Run, experiment: Experiment, preset: Preset, streams: Sequence[First], display: Display
+) -> None:
+    saved = run.checkpoint(method)
+    played = 0 if saved is None else saved["rounds_played"]
+    if played == len(streams[0]):
+        return
+    started = time.perf_counter()
+    # The mode in use: a compiled one may have fallen back to eager on the way.
+    mode = run.config["engines"][method] if saved is None else saved["state"]["engine"]
+    engine = Engine(mode, device=experiment.device)
+    line = f"{_num_updates(preset)} updates, engine {engine.mode}"
+    display.begin(method, played, line if saved is None else f"{line}, from round {played + 1} on")
+    learners = _learners(preset, method, experiment, engine)
+    if saved is not None:
+        for learner, stream, state in zip(learners, streams, saved["state"]["learners"], strict=True):
+            preload(learner, stream, played, preset.reveal * preset.reveals)
+            learner.load_state_dict(state)
+    for t in range(played, len(streams[0])):
+        this_round = [First(stream, t + 1) for stream in streams]
+        records = []
+        for reveal in play_together(
+            learners,
+            this_round,
+            preset.reveal,
+            reveals=preset.reveals,
+            gamma=preset.gamma,
+            steps=preset.steps,
+            start=t,
+        ):
+            records.append(reveal)
+            display.reveal(reveal, len(records) / preset.reveals)
+        state = {"engine": engine.mode, "learners": [learner.state_dict(data=False) for learner in learners]}
+        seconds = time.perf_counter() - started
+        run.save(method, t + 1, records, state, seconds, machine.peak_mb(experiment.device))
+        display.round_saved(seconds)
+        started = time.perf_counter()
+
+
+def _finish(folder: Path) -> None:
+    """The end of a run: figures, the table, and alone on the last line the path of the report."""
+    config, records = read_config(folder), read_records(folder)
+    seconds: dict[str, float] = {}
+    for row in read_times(folder):
+        seconds[row["method"]] = seconds.get(row["method"], 0.0) + row["seconds"]
+    panels, error_name = config["panels"], config["error_name"]
+    draw_figures(records, panels, folder, error_name, config["settings"]["gamma"])
+    Console().print(result_table(records, config["methods"], panels, error_name, seconds))
+    print(f"records: {folder / 'records.csv'}")
+    print(write_report([folder]).resolve())
+
+
+def _learners(preset: Preset, method: str, experiment: Experiment, engine: Engine) -> list[Learner]:
     return [
         preset.methods[method](
-            preset.model, preset.loss, meta_steps=preset.meta_steps, seed=seed, device=device, engine=engine
+            preset.model, preset.loss, meta_steps=preset.meta_steps, seed=seed, device=experiment.device, engine=engine
         )
         for seed in range(experiment.seeds)
     ]
 
 
-def _more_columns(preset: Preset, stream: TaskStream) -> list[str]:
+def _num_updates(preset: Preset) -> int:
+    return preset.tasks * preset.reveals * preset.meta_steps
+
+
+def _more_columns(preset: Preset, stream: TaskStream | First) -> list[str]:
     """The columns beyond those of every run, in the order of `Record.more`."""
     names = ["loss", "accuracy"] if takes_labels(preset.loss) else ["loss"]
     columns = [f"{name}_{number}" for number in preset.steps[1:] for name in names]
@@ -129,65 +205,48 @@ def _more_columns(preset: Preset, stream: TaskStream) -> list[str]:
     return columns + (["new_datapoints"] if stream[0].ids is not None else [])
 
 
-def _config(experiment: Experiment, preset: Preset, device: torch.device) -> dict[str, Any]:
+def _config(experiment: Experiment, preset: Preset) -> dict[str, Any]:
+    """Everything that determines a run."""
+    engines = {}
+    for method in experiment.methods or ():
+        planned = _num_updates(preset) // (1 if method.startswith("ftml") else 10)
+        engines[method] = Engine(experiment.engine, planned, experiment.device).mode
     return {
         **dataclasses.asdict(experiment),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "engines": engines,
         "threads": torch.get_num_threads(),
-        "meta_steps": preset.meta_steps,
-        "reveal": preset.reveal,
-        "gamma": preset.gamma,
+        "settings": _settings(preset, experiment.methods or ()),
+        "panels": preset.panels,
+        "error_name": preset.error_name,
         "statistics": "batch",
-        "versions": {"metaleader": _version(), "torch": torch.__version__, "numpy": np.__version__}
-        | {"python": platform.python_version()},
+        "hardware": machine.hardware(experiment.device),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
     }
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("metaleader")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def _settings(preset: Preset, methods: Iterable[str]) -> dict[str, Any]:
+    """What the preset fixes."""
+    fields = ("meta_steps", "reveal", "reveals", "gamma", "steps")
+    return {
+        **{name: getattr(preset, name) for name in fields},
+        "loss": getattr(preset.loss, "keywords", {}),
+        "learners": {name: getattr(preset.methods[name], "keywords", {}) for name in methods},
+    }
 
 
-def _table(records: Sequence[dict[str, Any]], preset: Preset, methods: Sequence[str], timings: dict[str, float]) -> Any:
-    """Mean and standard error over seeds, over the last third of the tasks and the first."""
-    last = max(r["round"] for r in records)
-    few, many = preset.panels[0], preset.panels[-1]
-    table = rich.table.Table(title=f"{preset.error_name}, mean ± standard error over seeds")
-    for column in (
-        "method",
-        f"last third, {few} datapoints",
-        f"last third, {many}",
-        f"first third, {few}",
-    ):
-        table.add_column(column)
-    table.add_column("solved")
-    table.add_column("seconds", justify="right")
-    for method in methods:
-        own = [r for r in records if r["method"] == method]
-        late = [r for r in own if r["round"] > last * 2 / 3]
-        early = [r for r in own if r["round"] < last / 3]
-        solved = [r["needed"] is not None for r in late if r["datapoints"] == many]
-        table.add_row(
-            STYLES[method][0],
-            _mean([r for r in late if r["datapoints"] == few]),
-            _mean([r for r in late if r["datapoints"] == many]),
-            _mean([r for r in early if r["datapoints"] == few]),
-            f"{np.mean(solved):.0%}",
-            f"{timings[method]:.0f}",
-        )
-    return table
-
-
-def _mean(records: Sequence[dict[str, Any]]) -> str:
-    by_seed: dict[int, list[float]] = {}
-    for record in records:
-        by_seed.setdefault(record["seed"], []).append(record_error(record))
-    means = np.array([np.mean(values) for values in by_seed.values()])
-    if len(means) < 2:
-        return f"{means.mean():.3f}"
-    return f"{means.mean():.3f} ± {means.std(ddof=1) / np.sqrt(len(means)):.3f}"
+def _check_unchanged(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on with other settings, and say where the machine or the software is another."""
+    now = json.loads(json.dumps(now))
+    for name in ("settings", "tasks"):
+        if then[name] != now[name]:
+            raise ValueError(
+                f"the preset {then['preset']!r} has changed since the run began: its {name} were {then[name]}, now"
+                f" {now[name]}; start a new run"
+            )
+    for name in ("hardware", "versions", "commit"):
+        if then[name] != now[name]:
+            print(f"note: {name} was {then[name]}, now {now[name]}: numbers may differ in the last bits")
 
 
 def _check_names(kind: str, names: Sequence[str], known: dict[str, Any]) -> None:
@@ -207,18 +266,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"unknown device {name!r}; use cpu, cuda or auto") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} is not there: torch finds no CUDA device; use --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"runs need device cpu, cuda or auto, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not there: torch finds {torch.cuda.device_count()} CUDA devices; use cpu")
     return device
-
-
-def _progress(console: Any) -> rich.progress.Progress:
-    return rich.progress.Progress(
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TextColumn("{task.fields[note]}"),
-        rich.progress.TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib
 import importlib.resources
 import os
 import tempfile
@@ -18,6 +17,7 @@ from metaleader.sheet import contact_sheet
 from metaleader.store import write_atomic
 from metaleader.tables import configuration_table, costs_table, readings_table, results_table
 from metaleader.tasks import Task, TaskStream
+from metaleader.verify import check_claims
 
 _SHEET_TASKS, _SHEET_EXAMPLES = 8, 8
 
@@ -118,10 +118,6 @@ def _figures(runs: Sequence[Exhibit]) -> str:
 
 def _checks(run: Exhibit) -> str:
     """What `metaleader verify` says of the run."""
-    try:
-        check_claims = importlib.import_module("metaleader.verify").check_claims
-    except (ImportError, AttributeError):
-        return ""
     heading = f"<h3>Checks of the paper's claims: {escape(run.name)}</h3>"
     try:
         claims = check_claims(run.folder)

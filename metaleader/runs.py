@@ -1,60 +1,185 @@
-"""The books: a run folder with its configuration and its records.
+"""The books: a run folder with its configuration, records and checkpoints, and how a run goes on after any kill.
 
-`config.json` holds everything that determines the run; `records.csv` has one row for each measured reveal, and no
-wall-clock times, so that the same run gives the same bytes.
+    config.json      everything that determines the run, written first
+    records.csv      a row for each measured reveal; no wall-clock times, so that the same run gives the same bytes
+    checkpoint/      METHOD.safetensors: the learners of a method after their last finished round
+    times.csv        seconds and peak memory of each round
+    .lock            locked by the process that runs
+
+A round's records are appended and synced first; then the checkpoint that holds their byte length is renamed into place.
+Whatever a kill leaves, the records are cut back to the length in the last checkpoint, and the run goes on from there.
+Observed data is not in a checkpoint: the stream gives it again.
 """
 
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from metaleader.evaluate import Record
-from metaleader.store import write_atomic
+from metaleader.store import load_tree, save_tree, write_atomic
 
 FORMAT = 1
 COLUMNS = ("method", "seed", "protocol", "round", "task", "datapoints", "loss", "accuracy", "needed")
+_TIMES = ("method", "round", "seconds", "peak_mb")
+_CHECKPOINT = "metaleader-checkpoint"
+_TEXT, _INTEGERS = ("method", "protocol", "task"), ("seed", "round", "datapoints", "needed", "new_datapoints")
 
 
 class Run:
-    """A run folder.
+    """A run folder, locked by this process from here to the end of the `with` block.
 
     Args:
-        folder: made if it is not there; a folder that already holds records is refused.
-        config: plain values, written to `config.json` before anything else.
-        more: further columns of the records.
+        folder: of the run.
+        config: plain values, `methods` among them, for a new run: the folder is made, and refused where it already
+            holds records. None opens the run that is there.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], config: dict[str, Any], more: Iterable[str] = ()) -> None:
+    def __init__(self, folder: str | os.PathLike[str], config: dict[str, Any] | None = None) -> None:
         self.folder = Path(folder)
         self.records_path = self.folder / "records.csv"
-        self._columns = (*COLUMNS, *more)
+        self._checkpoints = self.folder / "checkpoint"
+        if config is None:
+            read_config(self.folder)
+        try:
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / ".lock", "a")  # noqa: SIM115
+        except OSError as error:
+            raise OSError(f"cannot write the run folder {self.folder}: {error.strerror}; choose another") from error
+        try:
+            self._acquire()
+            if config is not None:
+                self._create(config)
+            self.config = read_config(self.folder)
+            for stray in (*self.folder.glob(".*.part"), *self._checkpoints.glob(".*.part")):
+                stray.unlink()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    def _acquire(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{self.folder} is in use by another process; wait for it, or stop it first") from error
+
+    def _create(self, config: dict[str, Any]) -> None:
         if self.records_path.exists():
-            raise ValueError(f"{self.folder} already holds a run; choose another folder, or remove it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+            raise ValueError(
+                f"{self.folder} already holds a run: go on with `metaleader resume {self.folder}`, or choose another"
+                " folder with --out"
+            )
+        if (self.folder / "config.json").exists():
+            # A run that stopped before its first record may be replaced, a file of the user's own may not.
+            read_config(self.folder)
         write_atomic(self.folder / "config.json", json.dumps({"format": FORMAT, **config}, indent=2).encode() + b"\n")
-        self._append([list(self._columns)])
 
-    def append(self, method: str, records: Iterable[tuple[int, Record]]) -> None:
-        """Add records of a method, each with its seed; they are on disk when this returns."""
+    def checkpoint(self, method: str) -> dict[str, Any] | None:
+        """The last checkpoint of a method, None before its first: `rounds_played` and `state`, as `save` got them."""
+        path = self._checkpoints / f"{method}.safetensors"
+        if not path.exists():
+            return None
+        tree = load_tree(path, _CHECKPOINT, FORMAT)
+        if not {"rounds_played", "rounds", "records_bytes", "state"} <= tree.keys():
+            raise ValueError(f"{path} is not the checkpoint of a run; use an intact copy")
+        return tree
+
+    def finished(self) -> bool:
+        """Whether every method has played all its rounds."""
+        found = [self.checkpoint(method) for method in self.config["methods"]]
+        return all(tree is not None and tree["rounds_played"] == tree["rounds"] for tree in found)
+
+    def rewind(self, rounds: int, more: Iterable[str] = ()) -> None:
+        """Make the records those of the last checkpoint; for a run without one, the head of the table alone.
+
+        Args:
+            rounds: how many each method plays.
+            more: columns of the records beyond those of every run.
+        """
+        self._rounds, self._columns = rounds, (*COLUMNS, *more)
+        found = [self.checkpoint(method) for method in self.config["methods"]]
+        length = max((tree["records_bytes"] for tree in found if tree is not None), default=0)
+        if length == 0:
+            write_atomic(self.records_path, _csv([self._columns]))
+        else:
+            here = self.records_path.stat().st_size if self.records_path.exists() else 0
+            if here < length:
+                raise ValueError(
+                    f"{self.records_path} was cut: it has {here} bytes, and {length} when its checkpoint was written;"
+                    " restore it, or start the run anew in another folder"
+                )
+            os.truncate(self.records_path, length)
+        played = {m: tree["rounds_played"] for m, tree in zip(self.config["methods"], found, strict=True) if tree}
+        self._times = [row for row in read_times(self.folder) if row["round"] < played.get(row["method"], 0)]
+
+    def save(
+        self,
+        method: str,
+        played: int,
+        records: Iterable[Sequence[Record]],
+        state: dict[str, Any],
+        seconds: float,
+        peak_mb: float,
+    ) -> None:
+        """Keep a finished round; once this returns, no kill can lose it.
+
+        Args:
+            method: whose round it is.
+            played: rounds of the method, with this one.
+            records: of the round's reveals, one for each seed.
+            state: what the method needs to go on: a tree as `save_tree` takes it.
+            seconds: that the round took.
+            peak_mb: the largest memory so far.
+        """
         lines = []
-        for seed, record in records:
-            row = {"method": method, "seed": seed, **vars(record), **record.more}
-            lines.append(["" if row.get(name) is None else row[name] for name in self._columns])
-        self._append(lines)
-
-    def _append(self, lines: list[list[Any]]) -> None:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(lines)
+        for reveal in records:
+            for seed, record in enumerate(reveal):
+                row = {"method": method, "seed": seed, **vars(record), **record.more}
+                lines.append(["" if row.get(name) is None else row[name] for name in self._columns])
         with open(self.records_path, "ab") as file:
-            file.write(text.getvalue().encode())
+            file.write(_csv(lines))
             file.flush()
             os.fsync(file.fileno())
+            length = file.tell()
+        row = (method, played - 1, round(seconds, 3), round(peak_mb, 1))
+        self._times.append(dict(zip(_TIMES, row, strict=True)))
+        write_atomic(self.folder / "times.csv", _csv([_TIMES, *(row.values() for row in self._times)]))
+        tree = {"rounds_played": played, "rounds": self._rounds, "records_bytes": length, "state": state}
+        save_tree(self._checkpoints / f"{method}.safetensors", tree, _CHECKPOINT, FORMAT)
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The configuration of a run folder.
+
+    Raises:
+        FileNotFoundError: when the folder holds no run.
+        ValueError: for a file that is not a run's configuration, or of a newer release.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no run in {folder}: {path} is missing")
+    try:
+        config = json.loads(path.read_bytes())
+        found, methods = config["format"], config["methods"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is not the configuration of a run ({error!r}); use an intact copy") from error
+    if not isinstance(found, int) or found > FORMAT:
+        raise ValueError(f"{path} has format {found!r}, this release reads up to {FORMAT}; upgrade metaleader")
+    if not isinstance(methods, list) or not all(isinstance(name, str) for name in methods):
+        raise ValueError(f"{path} is not the configuration of a run: its methods are {methods!r}")
+    return config
 
 
 def read_records(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -62,21 +187,48 @@ def read_records(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: when the folder holds no records.
-        ValueError: for a file that is not one of records.
+        ValueError: for a file that is not one of records, or is cut in the middle of a line.
     """
     path = Path(folder) / "records.csv"
     if not path.is_file():
         raise FileNotFoundError(f"no records in {folder}: {path} is missing")
-    with open(path, newline="") as file:
-        reader = csv.DictReader(file)
-        if not set(COLUMNS) <= set(reader.fieldnames or ()):
-            raise ValueError(f"{path} is not a file of records: its columns are {reader.fieldnames}")
-        return [{name: _value(name, text) for name, text in row.items()} for row in reader]
+    return _read_csv(path, COLUMNS, f"`metaleader resume {folder}` mends a run that was killed")
+
+
+def read_times(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Seconds and peak memory (MB) of each round of each method: method, round, seconds, peak_mb."""
+    path = Path(folder) / "times.csv"
+    return _read_csv(path, _TIMES, "remove it: only times are lost") if path.is_file() else []
+
+
+def _read_csv(path: Path, columns: Sequence[str], hint: str) -> list[dict[str, Any]]:
+    try:
+        text = path.read_bytes().decode()
+        names, *lines = csv.reader(io.StringIO(text, newline="")) if text else ([],)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a table ({error})") from error
+    if not set(columns) <= set(names):
+        raise ValueError(f"{path} is not a table with the columns {', '.join(columns)}: its columns are {names}")
+    if not text.endswith("\n"):
+        raise ValueError(f"{path} is cut in the middle of its last line; {hint}")
+    rows = []
+    for number, line in enumerate(lines, 2):
+        try:
+            rows.append({name: _value(name, field) for name, field in zip(names, line, strict=True)})
+        except ValueError as error:
+            raise ValueError(f"row {number} of {path} is damaged ({error}); {hint}") from error
+    return rows
 
 
 def _value(name: str, text: str) -> Any:
-    if name in ("method", "protocol", "task"):
+    if name in _TEXT:
         return text
     if text == "":
         return None
-    return int(text) if name in ("seed", "round", "datapoints", "needed") else float(text)
+    return int(text) if name in _INTEGERS else float(text)
+
+
+def _csv(lines: Iterable[Iterable[Any]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue().encode()

@@ -10,7 +10,9 @@ import tyro
 
 from metaleader.cli.bench import bench as _bench
 from metaleader.cli.data import data as _data
+from metaleader.cli.list import list_presets as _list
 from metaleader.cli.report import report as _report
+from metaleader.cli.resume import resume as _resume
 from metaleader.cli.run import run as _run
 from metaleader.cli.show import show as _show
 from metaleader.cli.theory import theory as _theory
@@ -19,8 +21,10 @@ from metaleader.cli.verify import verify as _verify
 # Imported under other names, so that the modules keep theirs.
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": _run,
+    "resume": _resume,
     "report": _report,
     "verify": _verify,
+    "list": _list,
     "theory": _theory,
     "bench": _bench,
     "data": _data,

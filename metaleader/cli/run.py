@@ -17,6 +17,7 @@ def run(
     device: str = "auto",
     engine: Literal["auto", "eager", "compiled", "captured"] = "auto",
     data: Path | None = None,
+    tensorboard: bool = False,
 ) -> int:
     """Run an experiment: every method over the same streams, records and a figure into a folder.
 
@@ -30,6 +31,10 @@ def run(
         device: cpu, cuda, or auto for the GPU where there is one.
         engine: how updates are run; auto compiles where the number of updates pays for it.
         data: the folder with data sets, where the preset needs one.
+        tensorboard: also write event files for TensorBoard into the run folder; needs the extra of that name.
+
+    Returns:
+        The exit status.
     """
     from metaleader.experiment import Experiment, run_experiment
 
@@ -42,6 +47,7 @@ def run(
         device=device,
         engine=engine,
         data=None if data is None else str(data),
+        tensorboard=tensorboard,
     )
     run_experiment(experiment, out or Path("runs") / preset)
     return 0

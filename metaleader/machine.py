@@ -1,0 +1,53 @@
+"""Where a run runs: the hardware, the versions, the commit of the package, the memory used."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import resource
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+def hardware(device: str) -> str:
+    """The name of the GPU or the CPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """The versions of what the numbers depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("metaleader", "torch", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the package where it runs from a git checkout, with "-dirty" where files were changed."""
+    here = Path(__file__)
+    answer = None
+    try:
+        # The first fails where the package lies in a repository of somebody else, such as in a virtual environment.
+        for command in ("ls-files --error-unmatch " + here.name, "describe --always --dirty --abbrev=40"):
+            git = ["git", "-C", str(here.parent), *command.split()]
+            answer = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer
+
+
+def peak_mb(device: str) -> float:
+    """The largest memory that this process has used on a device so far, in MB."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # Linux counts in KiB

@@ -1,0 +1,129 @@
+"""The command line: what it lists, and that bad input ends with a message and status 2."""
+
+import json
+
+import pytest
+import tiny
+import torch
+
+from metaleader import cli, experiment
+from metaleader.presets import PRESETS
+
+
+@pytest.fixture
+def status(capsys, monkeypatch):
+    """Runs a command; its exit status, output and error output."""
+    monkeypatch.setitem(PRESETS, "tiny", tiny.tiny)
+    monkeypatch.setattr(experiment, "_finish", lambda folder: None)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([str(argument) for argument in arguments])
+        return caught.value.code, *capsys.readouterr()
+
+    return run
+
+
+RUN = ("run", "tiny", "--methods", "toe", "--seeds", "1", "--out")
+
+
+def refused(answer, *parts):
+    code, _, error = answer
+    assert code == 2
+    assert error.startswith("metaleader: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    for part in parts:
+        assert part in error
+
+
+def test_run_then_resume(status, tmp_path):
+    assert status(*RUN, tmp_path / "run")[0] == 0
+    code, out, _ = status("resume", tmp_path / "run")
+    assert code == 0
+    assert "is finished: there is nothing to resume" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["sinusiod"], ["unknown preset 'sinusiod'; did you mean 'sinusoid'?", "rainbow-digits"]),
+        (["tiny", "--methods", "ftml,sratch"], ["unknown method 'sratch'; did you mean 'scratch'?"]),
+        (["tiny", "--methods", ","], ["name at least one method"]),
+        (["tiny", "--device", "cuda:77"], ["device 'cuda:77' is not there"]),
+        (["tiny", "--device", "tpu7"], ["unknown device 'tpu7'; use cpu, cuda or auto"]),
+        (["tiny", "--seeds", "0"], ["must be at least 1, got 0"]),
+        (["tiny", "--engine", "captured", "--device", "cpu"], ["needs a CUDA device"]),
+    ],
+)
+def test_bad_arguments(status, tmp_path, arguments, parts):
+    refused(status("run", *arguments, "--out", tmp_path / "run"), *parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written(status, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(status(*RUN, tmp_path / "file" / "run"), "cannot write the run folder", "file/run", "choose another")
+
+
+def test_a_folder_that_holds_a_run(status, tmp_path):
+    assert status(*RUN, tmp_path)[0] == 0
+    refused(status(*RUN, tmp_path), f"metaleader resume {tmp_path}")
+
+
+def test_resuming_what_is_not_there(status, tmp_path):
+    refused(status("resume", tmp_path / "nothing"), "no run in", "nothing")
+
+
+def change(folder, **fields):
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"format": 2}, ["has format 2, this release reads up to 1; upgrade"]),
+        ({"preset": "tinny"}, ["unknown preset 'tinny'"]),
+        ({"methods": ["../../toe"]}, ["unknown method '../../toe'"]),
+        ({"seeds": "many"}, ["config.json is damaged"]),
+        ({"threads": None}, ["config.json is damaged"]),
+        ({"settings": {}}, ["has changed since the run began", "start a new run"]),
+    ],
+)
+def test_configurations_that_cannot_be_resumed(status, tmp_path, fields, parts):
+    assert status(*RUN, tmp_path)[0] == 0
+    change(tmp_path, **fields)
+    refused(status("resume", tmp_path), *parts)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_run_of_a_gpu_where_there_is_none(status, tmp_path):
+    assert status(*RUN, tmp_path)[0] == 0
+    change(tmp_path, device="cuda")
+    refused(status("resume", tmp_path), "device 'cuda' is not there")
+
+
+def test_records_that_were_cut(status, tmp_path, monkeypatch):
+    def stopped_in_the_second(*arguments, **options):
+        if options["start"]:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    original = experiment.play_together
+    monkeypatch.setattr(experiment, "play_together", stopped_in_the_second)
+    code, out, error = status(*RUN, tmp_path)
+    assert (code, error) == (130, "metaleader: interrupted\n")
+    assert f"Go on with: metaleader resume {tmp_path}\n" in out
+    text = (tmp_path / "records.csv").read_bytes()
+    (tmp_path / "records.csv").write_bytes(text[:-7])
+    refused(status("resume", tmp_path), "records.csv was cut", "restore it")
+
+
+def test_the_list_has_every_preset_with_its_sizes(status):
+    code, out, _ = status("list")
+    assert code == 0
+    for name in PRESETS:
+        assert f"{name}: {PRESETS[name]('standard').summary}" in out
+    # 56 tasks of 45 reveals of 20 datapoints, 50 updates each.
+    assert any(all(part in line for part in ("paper", " 56 ", " 900 ", "126,000")) for line in out.splitlines())

@@ -1,0 +1,257 @@
+"""Experiments: seeds side by side, what is checked, what the configuration says, what is shown."""
+
+import io
+import json
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from rich.console import Console
+
+from metaleader import display, experiment, machine
+from metaleader.display import Display, result_table
+from metaleader.evaluate import Record
+from metaleader.experiment import Experiment, First, checked, run_experiment
+from metaleader.presets import PRESETS
+from metaleader.runs import read_records, read_times
+from metaleader.store import load_tree
+from metaleader.streams import SinusoidStream
+
+
+@pytest.fixture(autouse=True)
+def _presets(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", tiny.tiny)
+    monkeypatch.setitem(PRESETS, "tiny-nway", tiny.tiny_nway)
+
+
+@pytest.fixture
+def no_figure(monkeypatch):
+    monkeypatch.setattr(experiment, "_finish", lambda folder: None)
+
+
+def learner(folder, method, seed):
+    return load_tree(folder / "checkpoint" / f"{method}.safetensors", "metaleader-checkpoint", 1)["state"]["learners"][
+        seed
+    ]
+
+
+# Batch norm and a step size of 0.1 amplify the rounding of the weights.
+@pytest.mark.parametrize(
+    ("preset", "method", "atol"), [("tiny", "ftml", 1e-6), ("tiny", "toe", 1e-6), ("tiny-nway", "ftml", 2e-5)]
+)
+def test_a_seed_does_not_depend_on_how_many_run_beside_it(preset, method, atol, no_figure, tmp_path):
+    for seeds in (1, 3):
+        run_experiment(Experiment(preset, (method,), seeds=seeds, tasks=1, engine="eager"), tmp_path / f"{seeds}")
+    alone = read_records(tmp_path / "1")
+    beside = [r for r in read_records(tmp_path / "3") if r["seed"] == 0]
+    assert len(alone) == len(beside) >= 2
+    for one, other in zip(alone, beside, strict=True):
+        assert one == {
+            name: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value for name, value in other.items()
+        }
+    params = [learner(tmp_path / f"{seeds}", method, 0)["params"] for seeds in (1, 3)]
+    for name in params[0]:
+        torch.testing.assert_close(params[0][name], params[1][name], rtol=1e-5, atol=atol)
+    # Other seeds have another initialisation and other tasks.
+    other = learner(tmp_path / "3", method, 1)["params"]
+    assert all(not torch.allclose(params[1][name], other[name]) for name in other if "weight" in name)
+    assert {r["loss"] for r in alone}.isdisjoint(r["loss"] for r in read_records(tmp_path / "3") if r["seed"] == 1)
+
+
+def test_the_records_are_those_of_playing_the_stream(no_figure, tmp_path):
+    import metaleader as ml
+
+    run_experiment(Experiment("tiny", ("ftl", "scratch"), seeds=1), tmp_path)
+    preset = tiny.tiny()
+    expected = []
+    for method in ("ftl", "scratch"):
+        made = preset.methods[method](tiny.small_net, preset.loss, meta_steps=2, seed=0)
+        stream = [SinusoidStream(tasks=9, train=12, test=5)[t] for t in range(3)]
+        played = ml.play(made, stream, 4, reveals=2, gamma=0.1, steps=(2, 1))
+        expected += [(method, r.round, r.datapoints, r.loss, r.more["loss_1"]) for r in played]
+    found = [(r["method"], r["round"], r["datapoints"], r["loss"], r["loss_1"]) for r in read_records(tmp_path)]
+    assert found == expected
+    assert [(r["method"], r["round"]) for r in read_times(tmp_path)] == [
+        (m, t) for m in ("ftl", "scratch") for t in range(3)
+    ]
+
+
+def test_the_configuration_says_everything(no_figure, tmp_path):
+    run_experiment(Experiment("tiny-nway", ("scratch",), seeds=1, tasks=1, data=str(tmp_path / "data")), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    expected = {
+        "format": 1, "preset": "tiny-nway", "methods": ["scratch"], "seeds": 1, "schedule": "standard", "tasks": 1,
+        "device": "cpu", "engine": "auto", "engines": {"scratch": "eager"}, "threads": 1, "statistics": "batch",
+        "data": str(tmp_path / "data"), "tensorboard": False, "error_name": "error", "panels": [3, 9],
+    }  # fmt: skip
+    assert {name: config[name] for name in expected} == expected
+    assert config["settings"]["loss"] == {"smoothing": 0.1}
+    assert config["settings"]["learners"] == {"scratch": {"query": 3, "tasks_per_step": 2}}
+    assert config["versions"]["torch"] == torch.__version__
+    assert config["hardware"]
+    assert read_records(tmp_path)[-1]["new_datapoints"] == 9
+
+
+def test_the_configuration_comes_before_the_data(no_figure, tmp_path, monkeypatch):
+    def no_data(seed, data):
+        assert (tmp_path / "config.json").exists()
+        raise FileNotFoundError("no data here")
+
+    preset = experiment.dataclasses.replace(tiny.tiny(), stream=no_data)
+    monkeypatch.setitem(PRESETS, "tiny", lambda schedule: preset)
+    with pytest.raises(FileNotFoundError, match="no data here"):
+        run_experiment(Experiment("tiny", ("toe",)), tmp_path)
+    # Nothing was recorded, so the same command may be given again.
+    monkeypatch.setitem(PRESETS, "tiny", tiny.tiny)
+    run_experiment(Experiment("tiny", ("toe",), seeds=1), tmp_path)
+
+
+def test_the_commit_is_that_of_the_package_alone(tmp_path, monkeypatch):
+    answers = {"ls-files": "machine.py\n", "describe": "abc-dirty\n"}
+    monkeypatch.setattr(machine.subprocess, "run", lambda git, **options: types.SimpleNamespace(stdout=answers[git[3]]))
+    assert machine.commit() == "abc-dirty"
+    monkeypatch.undo()
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    assert machine.commit() is None
+
+
+def test_the_end_is_the_table_and_the_path_of_a_figure(tmp_path, capsys):
+    run_experiment(Experiment("tiny", ("toe", "scratch"), seeds=2), tmp_path / "run")
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == str(tmp_path / "run" / "figure.png")
+    assert (tmp_path / "run" / "figure.png").stat().st_size > 1000
+    assert any("from scratch" in line and "±" in line for line in out)
+
+
+def test_choices_are_made_and_names_checked():
+    made, preset = checked(Experiment("tiny", tasks=2))
+    assert made.methods == ("ftml", "ftml-last", "ftl", "toe", "scratch")
+    assert (made.tasks, preset.tasks) == (2, 2)
+    assert made.device in ("cpu", "cuda")
+    assert checked(Experiment("tiny", ("toe", "toe")))[0].methods == ("toe",)
+    for wrong, message in (
+        (Experiment("tinny"), "unknown preset 'tinny'; did you mean 'tiny'?"),
+        (Experiment("tiny", ("sratch",)), "unknown method 'sratch'; did you mean 'scratch'?"),
+        (Experiment("tiny", ()), "name at least one method of ftml"),
+        (Experiment("tiny", seeds=0), "seeds and tasks must be at least 1, got 0"),
+        (Experiment("tiny", tasks=0), "seeds and tasks must be at least 1, got 3 and 0"),
+        (Experiment("tiny", device="gpu"), "unknown device 'gpu'"),
+        (Experiment("tiny", device="meta"), "runs need device cpu, cuda or auto, got 'meta'"),
+        (Experiment("tiny", device="cuda:99"), "device 'cuda:99' is not there"),
+    ):
+        with pytest.raises(ValueError, match="^" + message.replace("?", r"\?")):
+            checked(wrong)
+
+
+def test_the_first_tasks_of_a_stream():
+    stream = First(SinusoidStream(tasks=4), 9)
+    assert len(stream) == 4
+    with pytest.raises(IndexError, match="round 4 of a stream of 4 tasks"):
+        stream[4]
+
+
+# What is shown.
+
+
+def reveal(t, datapoints, errors, accuracy: Any = None):
+    return [Record("online", t, "a [bold]task[/]", datapoints, error, accuracy, None) for error in errors]
+
+
+def shown(terminal):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=200)
+    with Display(console, "squared error", 4) as lines:
+        lines.begin("ftml", 1, "80 updates, engine eager")
+        for t in (1, 2):
+            lines.reveal(reveal(t, 10, [1.0, 2.0]), 0.5)
+            lines.reveal(reveal(t, 20, [0.25, 0.5]), 1.0)
+            lines.round_saved(100.0)
+    return text.getvalue()
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    assert shown(False).splitlines() == [
+        "FTML: 80 updates, engine eager",
+        "FTML: round 2/4, a [bold]task[/], 20 datapoints, squared error 0.375, 3:20 left",
+        "FTML: round 3/4, a [bold]task[/], 20 datapoints, squared error 0.375, 1:40 left",
+    ]
+
+
+def test_bars_on_a_terminal():
+    text = shown(True)
+    assert "\x1b[" in text
+    assert "round 3/4, a [bold]task[/], 20 datapoints, squared error 0.375" in text
+    assert "left" not in text
+
+
+def test_durations():
+    assert [display._duration(seconds) for seconds in (0.4, 59.6, 3599, 3601, 90061)] == [
+        "0:00",
+        "1:00",
+        "59:59",
+        "1:00:01",
+        "25:01:01",
+    ]
+
+
+def test_tensorboard_gets_the_mean_error_of_each_size(no_figure, tmp_path, monkeypatch):
+    written = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            written.append((folder, purge_step))
+
+        def add_scalar(self, *arguments):
+            written.append(arguments)
+
+        def flush(self): ...
+
+        def close(self):
+            written.append("closed")
+
+    module = types.SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    run_experiment(Experiment("tiny", ("toe", "ftl"), seeds=2, tasks=1, tensorboard=True), tmp_path)
+    mean = {}
+    for row in read_records(tmp_path):
+        mean.setdefault((row["method"], row["datapoints"]), []).append(row["loss"])
+    expected = []
+    for method in ("toe", "ftl"):
+        expected.append((str(tmp_path / "tensorboard" / method), 0))
+        expected += [(f"squared error after {n} datapoints", np.mean(mean[method, n]), 0) for n in (4, 8)]
+        expected.append("closed")
+    assert written == expected
+
+
+def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match=r"install metaleader\[tensorboard\], or leave it out"):
+        run_experiment(Experiment("tiny", tensorboard=True), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 7])
+def test_the_table(rounds):
+    draw = np.random.default_rng(0)
+    error = draw.random((2, rounds, 2))
+    records = [
+        {"method": "toe", "seed": s, "round": t, "datapoints": (10, 20)[i], "loss": 9.0, "accuracy": 1 - error[s, t, i]}
+        | {"needed": 10 if s == 0 else None}
+        for s in range(2)
+        for t in range(rounds)
+        for i in range(2)
+    ]
+    table = result_table(records, ["toe"], (10, 20), "error", {"toe": 61.7})
+    cells = [next(iter(column.cells)) for column in table.columns]
+    third = -(-rounds // 3)
+
+    def cell(part, i):
+        means = error[:, part, i].mean(1)
+        return f"{means.mean():.3f} ± {abs(means[0] - means[1]) / 2:.3f}"
+
+    late, early = slice(rounds - third, rounds), slice(0, third)
+    assert cells == ["TOE", cell(late, 0), cell(late, 1), cell(early, 0), "50%", "62"]
