@@ -119,10 +119,11 @@ def test_the_commit_is_that_of_the_package_alone(tmp_path, monkeypatch):
     assert machine.commit() is None
 
 
-def test_the_end_is_the_table_and_the_path_of_a_figure(tmp_path, capsys):
+def test_the_end_is_the_table_and_the_path_of_the_report(tmp_path, capsys):
     run_experiment(Experiment("tiny", ("toe", "scratch"), seeds=2), tmp_path / "run")
     out = capsys.readouterr().out.splitlines()
-    assert out[-1] == str(tmp_path / "run" / "figure.png")
+    assert out[-1] == str(tmp_path / "run" / "report.html")
+    assert (tmp_path / "run" / "report.html").stat().st_size > 1000
     assert (tmp_path / "run" / "figure.png").stat().st_size > 1000
     assert any("from scratch" in line and "±" in line for line in out)
 
