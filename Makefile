@@ -1,5 +1,5 @@
 # What `make demo` runs.
-DEMO = $(BIN)/metaleader run --schedule quick --out runs/demo
+DEMO = $(BIN)/metaleader run rainbow-digits --schedule quick --seeds 1 --out runs/demo
 
 # The Python that makes .venv: `make PYTHON=/path/to/python3.12 test` chooses another.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -14,7 +14,8 @@ STAMP := $(VENV)/.installed
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
-demo: setup ## set up, then run the quick demonstration
+demo: setup ## set up, then run the quick demonstration anew; the last line is the path of its report
+	@rm -rf runs/demo
 	$(DEMO)
 
 test: lint ## set up, then all checks and the tests

@@ -98,7 +98,7 @@ def rainbow_digits(schedule: Schedule) -> Preset:
         stream=lambda seed, data: make_stream("rainbow-digits", seed),
         model=lambda: models.conv_net(10, image_size=16, filters=16, layers=3),
         common=common,
-        tasks=24 if quick else 56,
+        tasks=16 if quick else 56,
         meta_steps={"standard": 10, "paper": 50, "quick": 8}[schedule],
         reveal=20,
         reveals=3,
