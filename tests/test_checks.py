@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -82,6 +83,16 @@ def test_other_optimisers_and_functions_of_the_user() -> None:
     checks.check_learner(lambda: ml.FTML(model, loss, **options, **INNER, **SMALL), SINUSOIDS)
 
 
+def labelled() -> ml.streams.Labelled:
+    draw, images = rng("n-way", 0), (3, 8, 8)
+    return ml.streams.Labelled(
+        draw.integers(0, 256, (80, *images), dtype=np.uint8),
+        np.arange(80) % 8,
+        draw.integers(0, 256, (40, *images), dtype=np.uint8),
+        np.arange(40) % 8,
+    )
+
+
 @pytest.mark.parametrize(
     "stream",
     [
@@ -90,8 +101,13 @@ def test_other_optimisers_and_functions_of_the_user() -> None:
         ml.streams.SinusoidStream(tasks=20, drift=0.1),
         Images(),
         [SINUSOIDS[t] for t in range(3)],
+        ml.streams.SinusoidStream(tasks=5, order="amplitude"),
+        ml.streams.QuadraticStream(tasks=5),
+        ml.streams.make_stream("rainbow-digits", tasks=5),
+        ml.streams.NWayStream(labelled(), ways=3, per_class=5),
+        ml.streams.ArrayStream({str(t): SINUSOIDS[t].train._asdict() for t in range(3)}),
     ],
-    ids=["sinusoid", "one", "drift", "images", "list"],
+    ids=["sinusoid", "one", "drift", "images", "list", "order", "quadratic", "digits", "n-way", "arrays"],
 )
 @pytest.mark.parametrize("check", checks.STREAM_CHECKS, ids=lambda check: check.__name__)
 def test_our_streams(check: Callable[..., None], stream: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import tyro
 
+from metaleader.checks import check_stream
 from metaleader.cli import main
 from metaleader.cli.show import show
 from metaleader.streams import PoseStream, make_stream, pose_gl, pose_scene
@@ -497,3 +498,7 @@ def test_shrink_is_the_rounded_mean():
     assert small.shape == (3, 6, 6)
     for c, i, j in np.ndindex(3, 6, 6):
         assert small[c, i, j] == int(image[2 * i : 2 * i + 2, 2 * j : 2 * j + 2, c].mean() + 0.5)
+
+
+def test_it_is_a_stream(gl, tmp_path):
+    check_stream(small(tmp_path))
