@@ -9,7 +9,6 @@ of zero can get another sign in float32, and that alone changes the gradient by 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import gc
 import importlib
@@ -35,7 +34,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from metaleader import losses, models
-from metaleader.engine import Engine, Mode
+from metaleader.engine import Engine, Mode, tf32
 from metaleader.evaluate import play
 from metaleader.experiment import _device
 from metaleader.inner import Params
@@ -318,7 +317,7 @@ def measure_tf32(work: Work, device: torch.device, draws: int = 5) -> dict[str, 
     """The error of the gradient with TF32 on, which it never is unless asked for."""
     if device.type != "cuda":
         return {"skipped": "TF32 is of CUDA devices"}
-    with _tf32(True):
+    with tf32(True):
         found = measure_update(work, device, rounds=5, draws=draws)
     return {name: found[name] for name in ("error_vs_float64", "error_vs_float64_max", "compiled_ms", "fast_path")}
 
@@ -478,18 +477,6 @@ def _doubled(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, scale_uint8(tree))
 
 
-@contextlib.contextmanager
-def _tf32(on: bool) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if on else "highest")
-    torch.backends.cudnn.allow_tf32 = on
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-
-
 # The report.
 
 
@@ -524,7 +511,7 @@ def run_bench(what: Sequence[str] = ("meta-step",), device: str = "auto", peers:
         "cores": os.cpu_count(),
     }
     console = rich.console.Console(stderr=True)
-    with _tf32(False):
+    with tf32(False):
         for name in what:
             console.print(f"measuring {name} ...", highlight=False)
             result[name.replace("-", "_")] = MEASUREMENTS[name](place, list(_PEERS) if peers else [])

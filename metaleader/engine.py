@@ -283,7 +283,7 @@ def _check_curvature(objective: Objective, params: Params, support: Any, noise: 
         return torch.stack([(value.flatten() * torch.cos(_count(value))).mean() for value in gradient.values()]).sum()
 
     many = lambda function: vmap(function, in_dims=(None, 0) + (0,) * len(extra))  # noqa: E731
-    with sdpa_kernel(SDPBackend.MATH), _full_precision():
+    with sdpa_kernel(SDPBackend.MATH), tf32(False):
         right = tree_map(lambda value: value.sum(0), many(grad(slope))(params, support, *extra))
         found = grad(lambda *inputs: many(slope)(*inputs).sum())(params, support, *extra)
     size = float(torch.stack([value.norm() for value in right.values()]).max())
@@ -315,11 +315,11 @@ def convolutions_as_matmul() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
-    """TF32 off, also in convolutions, where torch has it on."""
+def tf32(on: bool) -> Iterator[None]:
+    """TF32 on or off, in matrix products and convolutions alike."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    torch.backends.cudnn.allow_tf32 = on
     try:
         yield
     finally:
