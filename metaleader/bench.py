@@ -34,7 +34,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from metaleader import losses, models
-from metaleader.engine import Engine, Mode, tf32
+from metaleader.engine import Engine, Mode
 from metaleader.evaluate import play
 from metaleader.experiment import _device
 from metaleader.inner import Params
@@ -42,6 +42,7 @@ from metaleader.learners import FTML, TOE, Learner, update_together
 from metaleader.learners.start import initial_module
 from metaleader.losses import Loss
 from metaleader.network import scale_uint8
+from metaleader.precision import tf32
 from metaleader.tasks import Batch, Task, rng
 
 INNER_LR = 0.1

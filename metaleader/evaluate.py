@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from metaleader.engine import convolutions_as_matmul
-from metaleader.learners import update_together
+from metaleader.learners import Learner, predict_together, update_together
 from metaleader.losses import Loss, takes_labels, unsmoothed
+from metaleader.precision import convolutions_as_matmul
 from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
 
 ADAPTATION_STEPS = 5
@@ -105,13 +105,15 @@ def play_together(
     for t in range(start, len(streams[0])):
         tasks = [stream[t] for stream in streams]
         _check_tasks(tasks, t)
-        for learner, task in zip(learners, tasks, strict=True):
+        pairs = list(zip(learners, tasks, strict=True))
+        for learner, task in pairs:
             _begin(learner, task)
         if regret and t > 0:
             # Task t-1 is over: it is among the past tasks now, also for a learner that trains on those alone.
             for _ in range(0, _revealed(streams[0][t - 1], reveal, reveals), reveal):
                 _update(learners)
         needed: list[int | None] = [None] * len(tasks)
+        tests = [to_device(task.test, getattr(learner, "device", "cpu")) for learner, task in pairs]
         stop = _revealed(tasks[0], reveal, reveals)
         for first in range(0, stop, reveal):
             datapoints = min(first + reveal, stop)
@@ -119,8 +121,8 @@ def play_together(
             if measure_at is not None and datapoints not in measure_at:
                 continue
             records = []
-            for r, (learner, task) in enumerate(zip(learners, tasks, strict=True)):
-                values = measure(learner, task.test, metric, steps)
+            measured = measure_together(learners, tests, metric, steps)
+            for r, ((learner, task), values) in enumerate(zip(pairs, measured, strict=True)):
                 if needed[r] is None and _meets(values, gamma):
                     needed[r] = datapoints
                 if task.ids is not None and hasattr(learner, "num_new"):
@@ -155,22 +157,44 @@ def preload(learner: Any, stream: TaskStream | Sequence[Task], tasks: int, datap
 
 
 @torch.no_grad()
+def measure_together(
+    learners: Sequence[Any], tests: Sequence[Batch], metric: Loss, steps: Sequence[int] = (ADAPTATION_STEPS,)
+) -> list[dict[str, float]]:
+    """What `measure` finds of learners of one shape, as one program where the learners are the library's own."""
+    own = all(isinstance(learner, Learner) for learner in learners)
+    predictions = predict_together(learners, [test.x for test in tests], steps) if own else None
+    if predictions is None:
+        return [measure(learner, test, metric, steps) for learner, test in zip(learners, tests, strict=True)]
+    found = []
+    for r, test in enumerate(tests):
+        values: dict[str, Tensor] = {}
+        for name, prediction in predictions.items():
+            values |= _scores(prediction[r], test, metric, "" if name == str(steps[0]) else f"_{name}")
+        found.append(values)
+    numbers = torch.stack([torch.stack([value.double() for value in values.values()]) for values in found]).tolist()
+    return [dict(zip(values, row, strict=True)) for values, row in zip(found, numbers, strict=True)]
+
+
+@torch.no_grad()
 def measure(learner: Any, test: Batch, metric: Loss, steps: Sequence[int] = (ADAPTATION_STEPS,)) -> dict[str, float]:
     """Adapt, then loss and accuracy on held-out data, for each number of steps; all values in one transfer."""
     test = to_device(test, getattr(learner, "device", "cpu"))
     values: dict[str, Tensor] = {}
     for number, net in zip(steps, learner.adapt(steps=list(steps), statistics="batch"), strict=True):
         suffix = "" if number == steps[0] else f"_{number}"
-        values |= _scores(net, test, metric, suffix)
+        values |= _net_scores(net, test, metric, suffix)
     if getattr(learner, "has_batch_norm", False):
-        values |= _scores(learner.adapt(steps=steps[0], statistics="task"), test, metric, "_task")
+        values |= _net_scores(learner.adapt(steps=steps[0], statistics="task"), test, metric, "_task")
     numbers = torch.stack([value.double() for value in values.values()]).tolist()
     return dict(zip(values, numbers, strict=True))
 
 
-def _scores(net: nn.Module, test: Batch, metric: Loss, suffix: str) -> dict[str, Tensor]:
+def _net_scores(net: nn.Module, test: Batch, metric: Loss, suffix: str) -> dict[str, Tensor]:
     with convolutions_as_matmul():
-        prediction = net(test.x)
+        return _scores(net(test.x), test, metric, suffix)
+
+
+def _scores(prediction: Tensor, test: Batch, metric: Loss, suffix: str) -> dict[str, Tensor]:
     scores = {f"loss{suffix}": metric(prediction, test.y).mean()}
     if takes_labels(metric) or (_integers(test.y) and prediction.ndim == 2 and prediction.shape[1] > 1):
         scores[f"accuracy{suffix}"] = (prediction.argmax(1) == test.y).float().mean()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,6 +31,17 @@ class BatchNorm(nn.Module):
             self.register_buffer(name, getattr(layer, name), persistent=getattr(layer, name) is not None)
         self.kept = False
         self.keep_next = False
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Within, the statistics of the first call are used by all."""
+        before = self.running_mean, self.running_var
+        self.keep_next = True
+        try:
+            yield
+        finally:
+            self.kept = self.keep_next = False
+            self.running_mean, self.running_var = before
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each channel (dimension 1)."""

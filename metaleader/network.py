@@ -6,6 +6,7 @@ everything else of the module stays as it is: same parameters, same names.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -71,9 +72,22 @@ class Network:
         # Not tie_weights: with a layer that is used twice, torch 2.13 leaves these tensors in the module.
         return functional_call(self.module, state, (self.preprocess(x),), tie_weights=False)
 
+    def predict_by(self, seen: Tree, params: Params, x: Tree) -> Tensor:
+        """The prediction for x with batch norm by the statistics of other rows of the task."""
+        norms = [part for part in self.module.modules() if isinstance(part, BatchNorm)]
+        with contextlib.ExitStack() as stack:
+            for norm in norms:
+                stack.enter_context(norm.keeping())
+            self.predict(params, seen)
+            return self.predict(params, x)
+
     def loss_fn(self, params: Params, batch: Batch, noise: Tensor | None = None) -> Tensor:
         """The kernel's loss: the mean over the datapoints of a batch."""
-        return _mean(self.loss(self.predict(params, batch.x, noise), batch.y), num_rows(batch.y))
+        return self.mean_loss(self.predict(params, batch.x, noise), batch.y)
+
+    def mean_loss(self, prediction: Tensor, y: Tree) -> Tensor:
+        """The mean loss of predictions for the datapoints of a batch."""
+        return _mean(self.loss(prediction, y), num_rows(y))
 
     @torch.no_grad()
     def adapted(
@@ -154,7 +168,7 @@ class Network:
             got = tuple(prediction.shape) if isinstance(prediction, Tensor) else type(prediction).__name__
             raise ValueError(f"{where}: the model must return a tensor with one row a datapoint, got {got}")
         try:
-            _mean(self.loss(prediction, batch.y), num_rows(batch.y))
+            self.mean_loss(prediction, batch.y)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         except Exception as error:

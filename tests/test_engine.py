@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import metaleader as ml
-from metaleader import engine as engine_module
-from metaleader.engine import Engine, Mode, Objective
+from metaleader import compiled as compiled_module
+from metaleader.engine import Engine, Mode
 from metaleader.learners import update_together
 from metaleader.network import Network
+from metaleader.objective import Objective
 from metaleader.tasks import Batch
 
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ pytestmark = [
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile without generating code."""
     compiler = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(engine_module, "_compile", compiler)
+    monkeypatch.setattr(compiled_module, "compile_whole", compiler)
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def gradients(
         for part in ("support", "query")
     )
     engine = Engine(mode)
-    _, found = engine.gradient(Objective(network.loss_fn, 0.3, 2), params, support, query, None)
+    _, found = engine.gradient(Objective(network, 0.3, 2), params, support, query, None)
     loss_fn = oracles.module_loss(model, F.cross_entropy)
     slow = []
     for r in range(2):
@@ -330,7 +331,7 @@ def test_flawed_norm_compiles_where_it_is_not_differentiated_twice(quick_compile
     network = Network(after_conv(nn.LayerNorm([4, 6, 6])).double(), ml.losses.cross_entropy)
     params = {name: value[None] for name, value in network.params().items()}
     batch = Batch(oracles.normal("once", 1, 2, 4, *IMAGE), oracles.labels("once", CLASSES, 1, 2, 4))
-    objective = Objective(network.loss_fn, 0.3, 2, only="last")
+    objective = Objective(network, 0.3, 2, only="last")
     compiled = Engine("compiled")
     _, found = compiled.gradient(objective, params, batch, batch, None)
     assert compiled.mode == "compiled"
@@ -364,7 +365,7 @@ def test_a_new_shape_is_a_new_program(quick_compiler: None) -> None:
     engine = Engine("compiled")
     network = Network(mlp(), ml.losses.cross_entropy)
     params = {name: value[None] for name, value in network.params().items()}
-    objective = Objective(network.loss_fn, 0.3, 1)
+    objective = Objective(network, 0.3, 1)
     for num in (2, 5):
         batch = Batch(oracles.normal("shape", 1, 2, num, *IMAGE), oracles.labels("shape", CLASSES, 1, 2, num))
         _, found = engine.gradient(objective, params, batch, batch, None)

@@ -3,6 +3,6 @@
 from metaleader.learners.base import Learner
 from metaleader.learners.baselines import FTL, TOE, Scratch
 from metaleader.learners.ftml import FTML
-from metaleader.learners.together import update_together
+from metaleader.learners.together import predict_together, update_together
 
-__all__ = ["FTL", "FTML", "TOE", "Learner", "Scratch", "update_together"]
+__all__ = ["FTL", "FTML", "TOE", "Learner", "Scratch", "predict_together", "update_together"]

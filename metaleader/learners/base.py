@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypedDict, overload
+from typing import Any, Self, TypedDict, overload
 
 import numpy as np
 import torch
@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 from metaleader.buffer import Draw, TaskBuffer, Weights
 from metaleader.classes import ClassBuffer
-from metaleader.engine import Engine, Mode, Objective, convolutions_as_matmul
-from metaleader.inner import Params, StepSize, adapt
+from metaleader.engine import Engine, Mode
+from metaleader.inner import Params, adapt
 from metaleader.learners.outer import OptimizerFactory, Outer, Schedule
 from metaleader.learners.start import Model, check_integer, initial_module
 from metaleader.learners.together import update_together
 from metaleader.losses import Loss
 from metaleader.network import Network, Statistics, scale_uint8
+from metaleader.objective import Adaptation, Objective
+from metaleader.precision import convolutions_as_matmul
 from metaleader.store import load_tree, save_tree
 from metaleader.tasks import Batch, Tree, check_alike, check_batch, num_rows, rng, to_device
 
@@ -45,14 +47,6 @@ class Common(TypedDict, total=False):
     seed: int
     device: str | torch.device
     engine: Mode | Engine
-
-
-class Adaptation(NamedTuple):
-    """The update procedure U of a learner."""
-
-    lr: StepSize
-    steps: int
-    only: str | None
 
 
 class Learner(ABC):
@@ -122,7 +116,7 @@ class Learner(ABC):
         self._outer = Outer(self._network.params(), optimizer, meta_lr, clip)
         self._buffer: TaskBuffer | ClassBuffer = TaskBuffer(self.device, weights)
         self._engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
-        self._objective = Objective(self._network.loss_fn)
+        self._objective = Objective(self._network)
         self.round = -1
         self.task: str | None = None
 

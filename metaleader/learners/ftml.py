@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 from metaleader.buffer import Draw
-from metaleader.engine import Objective
 from metaleader.inner import StepSize
-from metaleader.learners.base import Adaptation, Common, Learner
+from metaleader.learners.base import Common, Learner
 from metaleader.learners.start import Model, check_integer, check_step_size
 from metaleader.losses import Loss
+from metaleader.objective import Adaptation, Objective
 
 
 class FTML(Learner):
@@ -50,7 +50,7 @@ class FTML(Learner):
         check_step_size("inner_lr", inner_lr, self.params, only)
         self.inner_lr, self.inner_steps, self.only = inner_lr, inner_steps, only
         self.support, self.first_order, self.chunk = support, first_order, chunk
-        self._objective = Objective(self._network.loss_fn, inner_lr, inner_steps, first_order, chunk, only)
+        self._objective = Objective(self._network, inner_lr, inner_steps, first_order, chunk, only)
         self._hyperparameters |= {
             "inner_lr": {k: float(v) for k, v in inner_lr.items()}
             if isinstance(inner_lr, Mapping)

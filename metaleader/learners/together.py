@@ -1,4 +1,4 @@
-"""Updates: draw, gather, gradient, outer step (Meta-Update of Algorithm 2), for one learner or several side by side."""
+"""Learners side by side: updates (draw, gather, gradient, outer step of Algorithm 2), and predictions once adapted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from metaleader.buffer import Draw
+from metaleader.tasks import Tree
 
 if TYPE_CHECKING:
     from metaleader.learners.base import Learner
@@ -67,6 +69,20 @@ def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Dr
             f" lower {learners[r]._what_to_lower()}, set clip, or check the scale of the data; the learner is as before"
             " the call"
         )
+
+
+@torch.no_grad()
+def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Sequence[int]) -> dict[str, Tensor] | None:
+    """What learners of one shape predict once adapted to D_t, (learners, rows, ...), by numbers of steps and "task".
+
+    None for a network with dropout, whose masks are each learner's own.
+    """
+    lead = learners[0]
+    data = [learner._buffer.current() if learner.task is not None else None for learner in learners]
+    if lead._network.has_dropout or data[0] is None:
+        return None
+    params = _stack([learner.params for learner in learners])
+    return lead._engine.predictions(lead._network, lead._adaptation(), steps, params, _stack(data), _stack(list(xs)))
 
 
 def _stack(trees: list[Any]) -> Any:

@@ -1,0 +1,364 @@
+"""A network seen as a chain: convolutions with batch norm and ReLU between them, then a head that may be anything.
+
+For such a network the meta-gradient needs no automatic differentiation through the convolutions. With flat parameters
+theta and the loss L(theta) of one task, an inner step is a forward and a backward pass, and the adjoint step
+
+    lambda_s = lambda_{s+1} - H(theta_s) v,    v = D lambda_{s+1},    D the diagonal of step sizes,
+
+is the tangent of these two passes in direction v, by the same three products of a convolution (forward, gradient of
+its input, gradient of its weight). What the passes of an inner step left behind is kept for it. The head, from the
+last batch norm on, is differentiated by torch: one task's loss and gradient, and the gradient of an inner product,
+vmapped over tasks.
+
+Images are held as (tasks, rows, channels), a row for each pixel of each image: channels come last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from metaleader.compiled import compile_whole, compiling
+from metaleader.inner import Params, moving_names
+from metaleader.layers import BatchNorm, Conv2d
+from metaleader.network import Network
+from metaleader.objective import Objective
+from metaleader.tasks import Batch
+
+
+class Layer(NamedTuple):
+    """A convolution of a chain, with the batch norm before it (of its input; the first layer has none)."""
+
+    weight: str
+    norm: str | None
+    eps: float
+    channels: int
+    filters: int
+    kernel: int
+    stride: int
+    padding: int
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A network divided into convolutions and a head.
+
+    Attributes:
+        layers: the convolutions.
+        head: the rest, from the last convolution's batch norm on; its parameters keep their names.
+        silent: parameters without effect: the biases of convolutions, which batch norm takes out again.
+    """
+
+    network: Network
+    layers: tuple[Layer, ...]
+    head: nn.Module
+    silent: tuple[str, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """All parameters of the network."""
+        return [name for name, _ in self.network.module.named_parameters()]
+
+    @property
+    def head_names(self) -> list[str]:
+        """The parameters of the head."""
+        return [name for name, _ in self.head.named_parameters()]
+
+    def head_loss(self, y: Tensor, params: Params, target: Any, size: tuple[int, int]) -> Tensor:
+        """The loss of one task, given the last convolution's output (rows, filters) for images of a size."""
+        images = y.view(-1, *size, y.shape[-1]).permute(0, 3, 1, 2)
+        return self.network.mean_loss(functional_call(self.head, params, (images,)), target)
+
+
+def find_chain(network: Network) -> Chain | None:
+    """Divide a network, if it is a sequence that begins with a plain convolution, batch norm and ReLU."""
+    module = network.module
+    if type(module) is not nn.Sequential or network.has_dropout:
+        return None
+    parts = list(module.named_children())
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    if len(names) != len(dict(module.named_parameters())) or len(parts) != len(module):
+        return None  # a layer or a tensor that is used twice
+    layers: list[Layer] = []
+    silent: list[str] = []
+    norm: tuple[str, BatchNorm] | None = None
+    while len(parts) > 3 * len(layers) + 2:
+        (name, conv), (norm_name, after), (_, relu) = parts[3 * len(layers) : 3 * len(layers) + 3]
+        if not _is_block(conv, after, relu):
+            break
+        assert isinstance(conv, Conv2d)
+        assert isinstance(after, BatchNorm)
+        filters, channels, kernel, _ = conv.weight.shape
+        layers.append(
+            Layer(
+                f"{name}.weight",
+                norm[0] if norm else None,
+                norm[1].eps if norm else 0.0,
+                channels,
+                filters,
+                kernel,
+                conv.stride[0],
+                conv.padding[0],
+            )
+        )
+        silent += [f"{name}.bias"] if conv.bias is not None else []
+        norm = norm_name, after
+    if not layers:
+        return None
+    head = nn.Sequential(OrderedDict(parts[3 * len(layers) - 2 :]))
+    return Chain(network, tuple(layers), head, tuple(silent))
+
+
+def _is_block(conv: nn.Module, norm: nn.Module, relu: nn.Module) -> bool:
+    if type(conv) is not Conv2d or type(norm) is not BatchNorm or type(relu) is not nn.ReLU:
+        return False
+    square = all(len(set(pair)) == 1 for pair in (conv.stride, conv.padding, conv.weight.shape[2:]))
+    return square and norm.weight is not None and norm.bias is not None
+
+
+class Plan:
+    """Where everything is in the flat parameters of a chain's convolutions, and the sizes of its images.
+
+    The first layer sees patches of the images, so its weight is that of a 1x1 convolution, its inputs padded with
+    zeros to a multiple of 16.
+
+    Attributes:
+        sizes: (height, width) of every layer's input, then of the last one's output.
+        starts: for each layer, where its weight begins; its batch norm's scale and shift come before it.
+        total: the number of flat parameters a task.
+    """
+
+    def __init__(self, layers: tuple[Layer, ...], size: tuple[int, int]) -> None:
+        self.layers = layers
+        self.sizes = [size]
+        self.inputs: list[int] = []
+        self.starts: list[int] = []
+        at = 0
+        for i, layer in enumerate(layers):
+            high, wide = self.sizes[-1]
+            reach = 2 * layer.padding - layer.kernel
+            self.sizes.append(((high + reach) // layer.stride + 1, (wide + reach) // layer.stride + 1))
+            width = layer.kernel**2 * layer.channels
+            self.inputs.append(-(-width // 16) * 16 if i == 0 else width)
+            at += 2 * layer.channels if i else 0
+            self.starts.append(at)
+            at += self.inputs[-1] * layer.filters
+        self.total = at
+
+    def weight(self, flat: Tensor, i: int) -> Tensor:
+        """The weight of layer i, (tasks, inputs, filters), as a view of the flat parameters."""
+        stop = self.starts[i] + self.inputs[i] * self.layers[i].filters
+        return flat[:, self.starts[i] : stop].unflatten(1, (self.inputs[i], self.layers[i].filters))
+
+    def norm(self, flat: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        """Scale and shift of the batch norm before layer i, (tasks, 1, channels) each."""
+        channels, stop = self.layers[i].channels, self.starts[i]
+        return flat[:, None, stop - 2 * channels : stop - channels], flat[:, None, stop - channels : stop]
+
+    def flatten(self, params: Params) -> Tensor:
+        """The convolutions' parameters, (tasks, ...) each, as flat ones."""
+        parts = []
+        for i, layer in enumerate(self.layers):
+            if layer.norm:
+                parts += [params[f"{layer.norm}.weight"], params[f"{layer.norm}.bias"]]
+            weight = params[layer.weight].permute(0, 3, 4, 2, 1).flatten(1, 3)
+            parts.append(F.pad(weight, (0, 0, 0, self.inputs[i] - weight.shape[1])).flatten(1))
+        return torch.cat(parts, 1)
+
+    def unflatten(self, flat: Tensor) -> Params:
+        """The inverse of `flatten`."""
+        params = {}
+        for i, layer in enumerate(self.layers):
+            if layer.norm:
+                scale, shift = self.norm(flat, i)
+                params |= {f"{layer.norm}.weight": scale[:, 0], f"{layer.norm}.bias": shift[:, 0]}
+            weight = self.weight(flat, i)[:, : layer.kernel**2 * layer.channels]
+            window = (layer.kernel, layer.kernel, layer.channels)
+            params[layer.weight] = weight.unflatten(1, window).permute(0, 4, 3, 1, 2)
+        return params
+
+    def patches(self, images: Tensor) -> Tensor:
+        """What the first layer sees of images (tasks, images, channels, height, width): (tasks, rows, inputs)."""
+        layer = self.layers[0]
+        columns = columns_of(images.permute(0, 1, 3, 4, 2), layer)
+        return F.pad(columns, (0, self.inputs[0] - columns.shape[2]))
+
+
+def columns_of(images: Tensor, layer: Layer) -> Tensor:
+    """Patches (tasks, rows, kernel * kernel * channels) of images (tasks, images, height, width, channels)."""
+    pad = layer.padding
+    images = F.pad(images, (0, 0, pad, pad, pad, pad))
+    windows = images.unfold(2, layer.kernel, layer.stride).unfold(3, layer.kernel, layer.stride)
+    return windows.permute(0, 1, 2, 3, 5, 6, 4).flatten(4).flatten(1, 3)
+
+
+class Passes(Protocol):
+    """The four passes through the convolutions; `TorchPasses`, or `TritonPasses` on a GPU."""
+
+    plan: Plan
+
+    def forward(self, flat: Tensor, patches: Tensor) -> tuple[Tensor, Any]:
+        """The last convolution's output, and what the other passes need."""
+        ...
+
+    def backward(self, flat: Tensor, saved: Any, slope: Tensor) -> Tensor:
+        """The gradient with respect to the flat parameters, in parts (tasks, parts, total) that add up."""
+        ...
+
+    def forward_tangent(self, flat: Tensor, saved: Any, v: Tensor) -> tuple[Tensor, Any]:
+        """The tangent of `forward` in direction v of the parameters, and what `backward_tangent` needs of it."""
+        ...
+
+    def backward_tangent(self, flat: Tensor, saved: Any, v: Tensor, moved: Any, slope_dot: Tensor) -> Tensor:
+        """The tangent of `backward`: the Hessian times v, in parts."""
+        ...
+
+    def descend(self, base: Tensor, parts: Tensor, rates: Tensor | None) -> Tensor:
+        """Subtract the sum of the parts, times step sizes if there are any."""
+        ...
+
+
+class ChainGradient:
+    """The gradient of an update of a chain, for learners side by side; every tensor has replicas in front, then tasks.
+
+    Args:
+        chain: the network.
+        objective: what the update minimises.
+        passes: the passes through the convolutions.
+        compiled: whether the head goes through torch.compile.
+        keep: how many inner steps' passes are kept for their adjoint steps; with more inner steps, all are computed
+            anew, and memory grows with the parameters only.
+    """
+
+    def __init__(self, chain: Chain, objective: Objective, passes: Passes, compiled: bool, keep: int = 5) -> None:
+        self.chain, self.objective, self.passes, self.plan = chain, objective, passes, passes.plan
+        self.keep = objective.inner_steps <= keep
+        self._moving = moving_names(chain.names, objective.only)
+        self._head_rates = {name: objective.rate(name) if name in self._moving else 0.0 for name in chain.head_names}
+        self._rates: Tensor | None = None
+        self._compiled = compiled
+        wrap = compile_whole if compiled else (lambda f: f)
+        self._prepare, self._step = wrap(self._prepare_images), wrap(self._head_step)
+        self._query, self._curve = wrap(self._head_gradient), wrap(self._head_curve)
+
+    @torch.no_grad()
+    def __call__(self, params: Params, support: Batch, query: Batch, noise: None = None) -> tuple[Tensor, Params]:
+        """Losses (replicas,) and gradients."""
+        with compiling() if self._compiled else contextlib.nullcontext():
+            return self._mean(params, support, query)
+
+    def _mean(self, params: Params, support: Batch, query: Batch) -> tuple[Tensor, Params]:
+        num_tasks = tree_leaves(query)[0].shape[1]
+        chunk = self.objective.chunk or num_tasks
+        total: tuple[Tensor, Params] | None = None
+        for start in range(0, num_tasks, chunk):
+            part = lambda leaf: leaf[:, start : start + chunk]  # noqa: B023, E731
+            sums = self._sums(params, tree_map(part, support), tree_map(part, query))
+            total = sums if total is None else tree_map(torch.add, total, sums)
+        return tree_map(lambda value: value / num_tasks, total)
+
+    def _sums(self, params: Params, support: Batch, query: Batch) -> tuple[Tensor, Params]:
+        replicas, tasks = tree_leaves(query)[0].shape[:2]
+        support, query = tree_map(lambda leaf: leaf.flatten(0, 1), (support, query))
+        spread = lambda value: value.repeat_interleave(tasks, 0)  # noqa: E731
+        flat = spread(self.plan.flatten(params))
+        head = {name: spread(params[name]) for name in self.chain.head_names}
+        if self._rates is None:
+            self._rates = self._flat_rates(params)
+        path: list[_Step] = []
+        patches = self._prepare(support.x) if self.objective.inner_steps else flat
+        for _ in range(self.objective.inner_steps):
+            before = flat, head
+            flat, head, y, saved = self._inner_step(flat, head, patches, support.y)
+            path.append(_Step(*before, y, saved) if self.keep else _Step(*before))
+        y, saved = self.passes.forward(flat, self._prepare(query.x))
+        losses, slope, lam_head = self._query(y, head, query.y)
+        lam = self.passes.backward(flat, saved, slope).sum(1)
+        del saved
+        while path and not self.objective.first_order:
+            flat, head, y, saved = path.pop()
+            if saved is None or y is None:
+                _, _, y, saved = self._inner_step(flat, head, patches, support.y)
+            v = lam * self._rates
+            y_dot, moved = self.passes.forward_tangent(flat, saved, v)
+            slope_dot, lam_head = self._curve(y, head, support.y, y_dot, lam_head)
+            parts = self.passes.backward_tangent(flat, saved, v, moved, slope_dot)
+            lam = self.passes.descend(lam, parts, None)
+        add = lambda value: value.unflatten(0, (replicas, tasks)).sum(1)  # noqa: E731
+        gradient = self.plan.unflatten(add(lam)) | {name: add(value) for name, value in lam_head.items()}
+        gradient |= {name: torch.zeros_like(params[name]) for name in self.chain.silent}
+        return add(losses), {name: gradient[name] for name in params}
+
+    @torch.no_grad()
+    def adapted(self, params: Params, data: Batch, steps: Sequence[int]) -> dict[int, Params]:
+        """The parameters after each of these numbers of inner steps on data with replicas in front."""
+        flat = self.plan.flatten(params)
+        head = {name: params[name] for name in self.chain.head_names}
+        if self._rates is None:
+            self._rates = self._flat_rates(params)
+        patches = self._prepare(data.x)
+        still = {name: params[name] for name in self.chain.silent}
+        found: dict[int, Params] = {}
+        for s in range(max(steps) + 1):
+            if s in steps:
+                found[s] = self.plan.unflatten(flat) | head | still
+            if s < max(steps):
+                flat, head, _, _ = self._inner_step(flat, head, patches, data.y)
+        return found
+
+    def _inner_step(self, flat: Tensor, head: Params, patches: Tensor, y: Any) -> tuple[Tensor, Params, Tensor, Any]:
+        """Parameters after an inner step, and what its passes left behind."""
+        assert self._rates is not None
+        out, saved = self.passes.forward(flat, patches)
+        slope, after = self._step(out, head, y)
+        parts = self.passes.backward(flat, saved, slope)
+        return self.passes.descend(flat, parts, self._rates), after, out, saved
+
+    def _prepare_images(self, x: Tensor) -> Tensor:
+        return self.plan.patches(vmap(self.chain.network.preprocess)(x))
+
+    def _flat_rates(self, params: Params) -> Tensor:
+        rate = lambda name: self.objective.rate(name) if name in self._moving else 0.0  # noqa: E731
+        return self.plan.flatten({name: torch.ones_like(value[:1]) * rate(name) for name, value in params.items()})
+
+    def _loss(self, y: Tensor, head: Params, target: Any) -> Tensor:
+        return self.chain.head_loss(y, head, target, self.plan.sizes[-1])
+
+    def _head_gradient(self, y: Tensor, head: Params, target: Any) -> tuple[Tensor, Tensor, Params]:
+        """Each task's loss and its gradient with respect to the last convolution's output and the head."""
+        (slope, gradient), losses = vmap(grad_and_value(self._loss, argnums=(0, 1)))(y, head, target)
+        return losses, slope, gradient
+
+    def _head_step(self, y: Tensor, head: Params, target: Any) -> tuple[Tensor, Params]:
+        """The slope at the output, and the head after an inner step."""
+        slope, gradient = vmap(grad(self._loss, argnums=(0, 1)))(y, head, target)
+        return slope, {name: value - self._head_rates[name] * gradient[name] for name, value in head.items()}
+
+    def _head_curve(self, y: Tensor, head: Params, target: Any, y_dot: Tensor, lam: Params) -> tuple[Tensor, Params]:
+        """The tangent of the slope, and the adjoint step of the head: the gradient of <gradient, direction>."""
+
+        def along(y: Tensor, head: Params, target: Any, y_dot: Tensor, lam: Params) -> Tensor:
+            slope, gradient = grad(self._loss, argnums=(0, 1))(y, head, target)
+            products = [(gradient[n] * lam[n]).sum() * self._head_rates[n] for n in gradient if n in self._moving]
+            return torch.stack([(slope * y_dot).sum(), *products]).sum()
+
+        slope_dot, change = vmap(grad(along, argnums=(0, 1)))(y, head, target, y_dot, lam)
+        return slope_dot, {name: lam[name] - change[name] for name in lam}
+
+
+class _Step(NamedTuple):
+    """Where an inner step was taken from, and what its passes left behind, if that is kept."""
+
+    flat: Tensor
+    head: Params
+    y: Tensor | None = None
+    saved: Any = None
