@@ -55,8 +55,8 @@ class Draw(NamedTuple):
         """The same draw on a device."""
         return Draw(*(None if part is None else part.to(device, non_blocking=True) for part in self))  # pyright: ignore[reportArgumentType]
 
-    def at(self, step: int) -> Draw:
-        """The draw of one step."""
+    def at(self, step: int | slice) -> Draw:
+        """The draw of one step, or of several."""
         return Draw(*(None if part is None else part[step] for part in self))  # pyright: ignore[reportArgumentType]
 
 
@@ -144,7 +144,7 @@ class TaskBuffer:
         return Draw(picked[..., :support], picked[..., support:]).to(self.device)
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
-        """The support and query batches of one step's draw, each (tasks, datapoints, ...)."""
+        """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
         return self.store.gather(draw.support, draw.support_y), self.store.gather(draw.query, draw.query_y)
 
     def mark(self) -> tuple[Any, ...]:

@@ -160,7 +160,7 @@ class ClassBuffer:
         return self._as_draw(picked, repeated, share[0])
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
-        """The support and query batches of one step's draw, each (tasks, datapoints, ...)."""
+        """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
         return self.store.gather(draw.support, draw.support_y), self.store.gather(draw.query, draw.query_y)
 
     def mark(self) -> tuple[Any, ...]:

@@ -339,11 +339,11 @@ def _weight(
     out = OUT + (wide * chunks + part) * total
     tl.store(out + weight_at + k[:, None] * COUT + o[None, :], acc, mask=inside[:, None])
     if not TOP:
-        if group == 0:
-            sums = GDSTATS if TANGENT else GSTATS
-            here = tl.where(part == 0, rows * 1.0, 0.0)
-            tl.store(out + above_at + o, tl.load(sums + b * 2 * COUT + COUT + o) * here)
-            tl.store(out + above_at + COUT + o, tl.load(sums + b * 2 * COUT + o) * here)
+        sums = GDSTATS if TANGENT else GSTATS
+        here = tl.where(part == 0, rows * 1.0, 0.0)
+        first = (group == 0) & (o < COUT)
+        tl.store(out + above_at + o, tl.load(sums + b * 2 * COUT + COUT + o) * here, mask=first)
+        tl.store(out + above_at + COUT + o, tl.load(sums + b * 2 * COUT + o) * here, mask=first)
 
 
 @triton.jit

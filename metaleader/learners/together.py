@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_map
 from metaleader.buffer import Draw
 from metaleader.tasks import Tree
 
+# Updates whose datapoints are gathered at once.
+_GATHERED = 10
+
 if TYPE_CHECKING:
     from metaleader.learners.base import Learner
 
@@ -46,15 +49,18 @@ def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Dr
     lead = learners[0]
     noises = [learner._noise(numbers, lead.tasks_per_step) for learner in learners]
     watched = []
+    support = query = None
     for i, number in enumerate(numbers):
-        batches = [learner._buffer.gather(draw.at(i)) for learner, draw in zip(learners, draws, strict=True)]
+        if i % _GATHERED == 0:
+            part = slice(i, i + _GATHERED)
+            pairs = [learner._buffer.gather(draw.at(part)) for learner, draw in zip(learners, draws, strict=True)]
+            support, query = _stack([pair[0] for pair in pairs]), _stack([pair[1] for pair in pairs])
+        at = lambda leaf: leaf[:, i % _GATHERED]  # noqa: B023, E731
         params = _stack([learner.params for learner in learners])
         noise = None if noises[0] is None else torch.stack([noise[i] for noise in noises if noise is not None])
-        support, query = _stack([pair[0] for pair in batches]), _stack([pair[1] for pair in batches])
-        losses, gradients = lead._engine.gradient(lead._objective, params, support, query, noise)
-        norms = torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(value.flatten(1), dim=1) for value in gradients.values()]), dim=0
-        )
+        batches = tree_map(at, support), tree_map(at, query)
+        losses, gradients = lead._engine.gradient(lead._objective, params, *batches, noise)
+        norms = torch.linalg.vector_norm(torch.cat([value.flatten(1) for value in gradients.values()], 1), dim=1)
         for r, learner in enumerate(learners):
             learner._outer.descend({name: value[r] for name, value in gradients.items()}, norms[r], number)
         watched.append(torch.stack([losses, norms]))
