@@ -1,7 +1,9 @@
 """The command line: what it lists, and that bad input ends with a message and status 2."""
 
 import json
+import os
 import re
+import sys
 from typing import get_args
 
 import pytest
@@ -161,3 +163,17 @@ def test_every_time_has_its_preset_its_seeds_and_its_machine():
 
 def same_size(one, other):
     return all(getattr(one, f) == getattr(other, f) for f in ("tasks", "meta_steps", "reveal", "reveals", "steps"))
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["data"], ["--help"], ["show", "--help"]], ids=" ".join)
+def test_a_reader_that_has_gone_is_no_bad_input(arguments, capsys, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as nobody, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", nobody)
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        # Python does so when it ends, and would say that it cannot.
+        nobody.flush()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == ""
