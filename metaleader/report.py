@@ -65,8 +65,9 @@ def _page(groups: Mapping[str, Sequence[Exhibit]]) -> str:
 <body>
 <header>
 <h1>{escape(title)}</h1>
-<p>{num} run{"s" if num > 1 else ""}. Every value is a mean over seeds, ± its standard error, shaded in the charts.
-Hover over a chart, or focus it and use the arrow keys, to read its values.</p>
+<p>{num} run{"s" if num > 1 else ""}. Every value is a mean over seeds, ± its standard error, shaded in the charts
+(on a logarithmic axis by an equal factor up and down). Hover over a chart, or focus it and use the arrow keys, to read
+its values.</p>
 {nav}
 </header>
 <main>

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import types
 from html.parser import HTMLParser
 
@@ -10,10 +11,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 from browser import Browser, chromium
-from made_records import SHAPES, made_records, write_run
+from made_records import SHAPES, made_records, uneven, write_run
 
 from metaleader import report
-from metaleader.charts import Axes, _ticks, common_axes, with_error
+from metaleader.charts import Axes, _ticks, chart, common_axes, with_error
 from metaleader.cli import main
 from metaleader.curves import STYLES, stream_panels
 from metaleader.report import write_report
@@ -328,6 +329,19 @@ def test_axes_hold_all_panels():
     means = np.concatenate([curve.mean for panel in panels for curve in panel.curves])
     assert axes.y[0] < means.min() < means.max() < axes.y[1]
     assert common_axes([]) is None
+
+
+def test_no_band_is_cut_off_at_a_logarithmic_axis():
+    records = uneven(made_records("pose", tasks=6, reveals=3, methods=("ftml", "scratch")))
+    (panel,) = stream_panels(records, (60,), None, "squared error")
+    axes = common_axes([panel])
+    assert axes is not None
+    assert axes.y_log
+    bands = re.findall(r'class="series band"[^>]* d="M([^"]*)Z"', chart(panel, axes))
+    assert len(bands) == 2
+    heights = [float(point.split()[1]) for band in bands for point in band.split("L")]
+    # Inside of the frame: what is out of range would be drawn on its border.
+    assert 10 < min(heights) < max(heights) < 262 - 40
 
 
 def overflow(browser):
