@@ -150,7 +150,7 @@ def html_table(caption: str, headers: Sequence[str], rows: Iterable[Sequence[str
         body.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
     return (
         f'<div class="scroll {kind}" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+        f"<caption><span>{escape(caption)}</span></caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
 
 
@@ -174,6 +174,8 @@ def with_error(mean: float, error: float) -> str:
 
 
 def _plain(number: float) -> str:
+    if number and abs(number) < 1:
+        return f"{number:#.3g}"  # 0.280 stands below 0.331
     return f"{number:.3g}" if abs(number) < 100 else f"{number:.0f}"
 
 

@@ -300,7 +300,9 @@ def test_the_command_writes_into_the_first_folder_or_where_it_is_told(folder, tm
         (545.61, 7.12, "546 ± 7"),
         (20.0, 0.0, "20 ± 0"),
         (0.71333, 0.0, "0.713 ± 0"),
-        (0.5, math.nan, "0.5"),
+        (0.5, math.nan, "0.500"),
+        (56.667, math.nan, "56.7"),
+        (0.0, math.nan, "0"),
         (1234.5, math.nan, "1234"),
         (0.0, 0.03, "0.000 ± 0.030"),
         (math.nan, math.nan, "–"),
@@ -350,7 +352,7 @@ def overflow(browser):
         """(() => {
           const width = document.documentElement.clientWidth;
           const out = [...document.querySelectorAll('body *')].filter(
-            (e) => !e.closest('.scroll table') && e.getBoundingClientRect().right > width + 0.5);
+            (e) => !e.closest('.scroll > *') && e.getBoundingClientRect().right > width + 0.5);
           return [document.documentElement.scrollWidth - width, out.map((e) => e.tagName)];
         })()"""
     )
@@ -388,6 +390,10 @@ def test_the_page_in_a_browser(browser, page, width, dark, tmp_path):
     # Three panels, learning and cumulative loss, for each of three runs.
     assert [lines for _, _, lines, _ in charts] == [5] * 5 + [2] * 10
     assert all(280 < w <= width and h > 150 and span > 50 for w, h, _, span in charts)
+    # Captions and values can be read without scrolling, however wide the tables are and however long the names.
+    edges = "(name, side) => [...document.querySelectorAll(name)].map((e) => e.getBoundingClientRect()[side])"
+    assert max(browser.run(f"({edges})('caption span', 'right')")) <= width
+    assert max(browser.run(f"({edges})('.words td:nth-child(2)', 'left')")) < 0.6 * width
     browser.run("document.querySelector('.plot').scrollIntoView({block: 'start'})")
     shot = browser.screenshot(tmp_path / "shot.png")
     background = "#14171c" if dark else "#ffffff"
