@@ -31,7 +31,7 @@ _OTHERS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 )
 
 # From so many tasks on, the curves over tasks are running means: single tasks differ too much to be read.
-_SMOOTH_FROM, _WINDOW = 30, 5
+_SMOOTH_FROM, _WINDOW = 15, 5
 
 
 @dataclass(frozen=True)

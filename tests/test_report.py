@@ -239,6 +239,13 @@ def test_a_stream_of_ones_own_is_shown_with_its_smallest_and_largest_data(tmp_pa
     assert "accuracy after 80 datapoints" in headings
 
 
+def test_the_threshold_shown_is_the_one_that_the_run_was_judged_by(tmp_path):
+    records = made_records(tasks=3, reveals=4)
+    for number, (settings, shown) in enumerate((({"gamma": 0.65}, 0.65), ({}, 0.9), ("damaged", 0.9))):
+        folder = write_run(tmp_path / str(number), records, settings=settings)
+        assert f"datapoints to accuracy {shown}" in [text for _, text in read(write_report([folder])).headings]
+
+
 def test_a_run_without_records_yet_has_a_page(tmp_path):
     folder = write_run(tmp_path / "run", made_records(tasks=1, reveals=1))
     path = folder / "records.csv"
