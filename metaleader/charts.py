@@ -10,7 +10,7 @@ from html import escape
 
 import numpy as np
 
-from metaleader.curves import Curve, Panel, marked, style
+from metaleader.curves import Curve, Panel, band, marked, style
 
 _WIDTH, _HEIGHT = 400, 262
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 10, 40
@@ -43,12 +43,12 @@ def common_axes(panels: Sequence[Panel]) -> Axes | None:
     if not curves:
         return None
     xs, means = (np.concatenate([getattr(curve, name) for curve in curves]) for name in ("x", "mean"))
-    errors = np.nan_to_num(np.concatenate([curve.error for curve in curves]))
     y_log = any(panel.y_log for panel in panels) and bool((means > 0).all())
+    low, high = np.concatenate([band(curve, y_log) for curve in curves], axis=1)
+    low, high = low.min(), high.max()
     if y_log:
-        low, high = means.min() / 1.3, means.max() * 1.3
+        low, high = low / 1.1, high * 1.1
     else:
-        low, high = (means - errors).min(), (means + errors).max()
         room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
         low, high = low - room, high + room
     if any(panel.zero for panel in panels):
@@ -94,7 +94,7 @@ def chart(panel: Panel, axes: Axes | None) -> str:
     if panel.limit is not None:
         y = _f(to_y(panel.limit))
         parts.append(f'<path class="limit" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
-    parts += [_band(curve, to_x, to_y) for curve in panel.curves]
+    parts += [_band(curve, axes.y_log, to_x, to_y) for curve in panel.curves]
     # The first method on top.
     for order, curve in reversed(list(enumerate(panel.curves))):
         parts.append(_line(curve, to_x, to_y, marked(curve, order, axes.x_log)))
@@ -150,7 +150,7 @@ def html_table(caption: str, headers: Sequence[str], rows: Iterable[Sequence[str
         body.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
     return (
         f'<div class="scroll {kind}" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+        f"<caption><span>{escape(caption)}</span></caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
 
 
@@ -174,6 +174,8 @@ def with_error(mean: float, error: float) -> str:
 
 
 def _plain(number: float) -> str:
+    if number and abs(number) < 1:
+        return f"{number:#.3g}"  # 0.280 stands below 0.331
     return f"{number:.3g}" if abs(number) < 100 else f"{number:.0f}"
 
 
@@ -189,12 +191,12 @@ def _line(curve: Curve, to_x: Callable, to_y: Callable, marks: np.ndarray) -> st
     return f'<g class="series" {colours(curve.method)}>{line}{"".join(markers)}</g>'
 
 
-def _band(curve: Curve, to_x: Callable, to_y: Callable) -> str:
-    error = np.nan_to_num(curve.error)
-    if not error.any():
+def _band(curve: Curve, y_log: bool, to_x: Callable, to_y: Callable) -> str:
+    if not np.nan_to_num(curve.error).any():
         return ""
-    upper = [f"{_f(to_x(x))} {_f(to_y(y))}" for x, y in zip(curve.x, curve.mean + error, strict=True)]
-    lower = [f"{_f(to_x(x))} {_f(to_y(y))}" for x, y in zip(curve.x, curve.mean - error, strict=True)]
+    lower, upper = (
+        [f"{_f(to_x(x))} {_f(to_y(y))}" for x, y in zip(curve.x, edge, strict=True)] for edge in band(curve, y_log)
+    )
     return f'<path class="series band" {colours(curve.method)} d="M{"L".join(upper + lower[::-1])}Z"/>'
 
 

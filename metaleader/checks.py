@@ -25,6 +25,8 @@ from metaleader.tasks import Batch, Task, TaskStream, check_alike, check_batch, 
 # Builds a new learner, the same one at every call.
 MakeLearner = Callable[[], Learner]
 Stream = TaskStream | Sequence[Task]
+# What arrives at once: datapoints, and for n-way tasks their ids.
+Reveal = tuple[Batch, Tensor | None]
 
 # How much of a stream a learner is shown: enough to have a past, and to be stopped in the middle of a round.
 _ROUNDS, _REVEALS, _REVEAL = 2, 2, 10
@@ -37,7 +39,8 @@ def check_learner(make_learner: MakeLearner, stream: Stream) -> None:
 
     Args:
         make_learner: builds a new learner, the same one at every call; few updates a reveal keep the checks quick.
-        stream: at least two tasks that the learner can learn from, of two datapoints or more.
+        stream: at least two tasks that the learner can learn from, of two datapoints or more; n-way tasks bring their
+            classes and ids.
 
     Raises:
         AssertionError: at the first check that fails.
@@ -152,13 +155,13 @@ def observe_without_update_only_keeps(make_learner: MakeLearner, stream: Stream)
     last = list(_reveals(stream[_rounds(stream) - 1]))[-1]
     apart, together = (_fed(make_learner(), before) for _ in range(2))
     state, kept = _snapshot(apart), apart.num_datapoints
-    apart.observe(last.x, last.y, update=False)
+    _observe(apart, last, update=False)
     _require_equal(
         {**state, "buffer": None}, {**apart.state_dict(), "buffer": None}, "observe(update=False) changed the learner"
     )
-    _require(apart.num_datapoints == kept + num_rows(last), "observe(update=False) did not keep the datapoints")
+    _require(apart.num_datapoints == kept + num_rows(last[0]), "observe(update=False) did not keep the datapoints")
     apart.update()
-    together.observe(last.x, last.y)
+    _observe(together, last)
     _require_equal(together.state_dict(), apart.state_dict(), "update after observe(update=False) differs from observe")
     _require(bool(_differences(state["params"], apart.params)), "update changed no parameter")
 
@@ -166,12 +169,14 @@ def observe_without_update_only_keeps(make_learner: MakeLearner, stream: Stream)
 def refused_data_changes_nothing(make_learner: MakeLearner, stream: Stream) -> None:
     """Data that cannot be right is refused with a ValueError, and the learner is as before the call."""
     learner = make_learner()
-    good = next(_reveals(stream[0]))
-    _refused(learner, good, "observe before begin")
-    for event in _events(stream):
-        event(learner)
-        for bad, what in _bad_batches(good):
-            _refused(learner, bad, what)
+    _refused(learner, lambda: _observe(learner, next(_reveals(stream[0]))), "observe before begin")
+    for t in range(_rounds(stream)):
+        for event in _round_events(stream[t]):
+            event(learner)
+            for bad, what in _bad_reveals(stream[t]):
+                _refused(learner, lambda bad=bad: _observe(learner, bad), what)
+            if stream[t].classes is not None:
+                _refused(learner, lambda: learner.begin("bad"), "a task without classes among tasks that have them")
     straight = _fed(make_learner(), _events(stream))
     _require_equal(straight.state_dict(), learner.state_dict(), "a learner that refused data went on differently")
 
@@ -267,10 +272,23 @@ STREAM_CHECKS: tuple[Callable[[Stream], None], ...] = (
 def _events(stream: Stream) -> Iterator[Callable[[Learner], None]]:
     """The calls of a short play, one by one: begin, observe, observe, begin, ..."""
     for t in range(_rounds(stream)):
-        task = stream[t]
-        yield lambda learner, task=task: learner.begin(task.name)
-        for batch in _reveals(task):
-            yield lambda learner, batch=batch: learner.observe(batch.x, batch.y)
+        yield from _round_events(stream[t])
+
+
+def _round_events(task: Task) -> Iterator[Callable[[Learner], None]]:
+    yield lambda learner: _begin(learner, task)
+    for reveal in _reveals(task):
+        yield lambda learner, reveal=reveal: _observe(learner, reveal)
+
+
+def _begin(learner: Learner, task: Task) -> None:
+    # A learner of the user's own need not know of classes and ids.
+    learner.begin(task.name, **({} if task.classes is None else {"classes": task.classes}))
+
+
+def _observe(learner: Learner, reveal: Reveal, update: bool = True) -> None:
+    batch, ids = reveal
+    learner.observe(batch.x, batch.y, update=update, **({} if ids is None else {"ids": ids}))
 
 
 def _rounds(stream: Stream) -> int:
@@ -278,11 +296,12 @@ def _rounds(stream: Stream) -> int:
     return _ROUNDS
 
 
-def _reveals(task: Task) -> Iterator[Batch]:
+def _reveals(task: Task) -> Iterator[Reveal]:
     total = num_rows(task.train)
     size = max(1, min(_REVEAL, total // _REVEALS))
     for first in range(0, min(total, _REVEALS * size), size):
-        yield rows(task.train, slice(first, first + size))
+        part = slice(first, first + size)
+        yield rows(task.train, part), None if task.ids is None else task.ids[part]
 
 
 def _fed(learner: Learner, events: Sequence[Callable[[Learner], None]] | Iterator[Any]) -> Learner:
@@ -291,10 +310,10 @@ def _fed(learner: Learner, events: Sequence[Callable[[Learner], None]] | Iterato
     return learner
 
 
-def _refused(learner: Learner, batch: Batch, what: str) -> None:
+def _refused(learner: Learner, call: Callable[[], None], what: str) -> None:
     before = _snapshot(learner)
     try:
-        learner.observe(batch.x, batch.y)
+        call()
     except ValueError:
         pass
     except Exception as error:
@@ -302,6 +321,17 @@ def _refused(learner: Learner, batch: Batch, what: str) -> None:
     else:
         raise AssertionError(f"{what}: not refused")
     _require_equal(before, learner.state_dict(), f"{what}: refused, but the learner changed")
+
+
+def _bad_reveals(task: Task) -> Iterator[tuple[Reveal, str]]:
+    good, ids = next(_reveals(task))
+    for bad, what in _bad_batches(good):
+        yield (bad, None if ids is None else ids[: num_rows(bad.x)]), what
+    if task.classes is not None:
+        yield (good._replace(y=torch.full_like(good.y, len(task.classes))), ids), "a label beyond the classes"
+    if ids is not None:
+        yield (good, ids[1:]), "fewer ids than datapoints"
+        yield (good, -1 - ids), "negative ids"
 
 
 def _bad_batches(good: Batch) -> Iterator[tuple[Batch, str]]:

@@ -31,7 +31,7 @@ _OTHERS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 )
 
 # From so many tasks on, the curves over tasks are running means: single tasks differ too much to be read.
-_SMOOTH_FROM, _WINDOW = 30, 5
+_SMOOTH_FROM, _WINDOW = 15, 5
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,20 @@ def cumulative_panels(records: Records) -> list[Panel]:
         name = "cumulative loss" if protocol == "online" else f"cumulative loss, {protocol} protocol"
         panels.append(Panel(_curves(sums, "round", lambda r: r["value"]), "task", name, zero=True))
     return panels
+
+
+def band(curve: Curve, y_log: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The lower and the upper edge of the shading: the standard error to either side of the mean, (N,) each.
+
+    On a logarithmic axis it is the standard error of the logarithm, error / mean: the edges are the mean divided and
+    multiplied by exp(error / mean). For small errors that is the same; for large ones mean - error comes close to zero,
+    where such an axis has no place. The factor is at most e: no standard error of positive numbers exceeds their mean.
+    """
+    error = np.nan_to_num(curve.error)
+    if not y_log:
+        return curve.mean - error, curve.mean + error
+    factor = np.exp(error / curve.mean)
+    return curve.mean / factor, curve.mean * factor
 
 
 def marked(curve: Curve, order: int, x_log: bool) -> np.ndarray:

@@ -92,9 +92,9 @@ def _read(folder: Path, name: str) -> Exhibit:
     preset, schedule = str(config.get("preset")), config.get("schedule", "standard")
     if preset in PRESETS and schedule in get_args(Schedule):
         made = PRESETS[preset](schedule)
-        return Exhibit(name, folder, config, records, made, made.panels, made.gamma, made.error_name)
+        gamma = _gamma(config, made.gamma)
+        return Exhibit(name, folder, config, records, made, made.panels, gamma, made.error_name)
     sizes = sorted({r["datapoints"] for r in records})
-    gamma = config.get("settings", {}).get("gamma")
     return Exhibit(
         name,
         folder,
@@ -102,6 +102,13 @@ def _read(folder: Path, name: str) -> Exhibit:
         records,
         preset=None,
         sizes=tuple(dict.fromkeys(sizes[:1] + sizes[-1:])),
-        gamma=gamma if isinstance(gamma, int | float) else None,
+        gamma=_gamma(config, None),
         error_name="error" if any(r["accuracy"] is not None for r in records) else "loss",
     )
+
+
+def _gamma(config: Mapping[str, Any], otherwise: float | None) -> float | None:
+    """The threshold that the run was judged by: the preset's own may have changed since."""
+    settings = config.get("settings")
+    gamma = settings.get("gamma", otherwise) if isinstance(settings, dict) else otherwise
+    return gamma if isinstance(gamma, int | float) else None

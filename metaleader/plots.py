@@ -16,7 +16,17 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from metaleader.curves import Curve, Panel, Records, cumulative_panels, learning_panel, marked, stream_panels, style
+from metaleader.curves import (
+    Curve,
+    Panel,
+    Records,
+    band,
+    cumulative_panels,
+    learning_panel,
+    marked,
+    stream_panels,
+    style,
+)
 
 # The same records give the same bytes: no random ids in the SVG (a salt), no dates (see _save).
 _LOOK: Any = {"svg.hashsalt": "metaleader", "font.size": 10, "axes.labelsize": 10, "axes.linewidth": 0.8}
@@ -85,16 +95,13 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         axes.set(xticks=[], yticks=[])
         return
     for order, curve in enumerate(panel.curves):
-        _draw_curve(axes, curve, len(panel.curves) - order, panel.x_log)
+        _draw_curve(axes, curve, len(panel.curves) - order, panel)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     if panel.x_log:
         axes.set_xscale("log")
         _plain_ticks(axes.xaxis)
     if panel.y_log:
         axes.set_yscale("log")
-        # By the means alone: a band that reaches below zero would take the whole axis.
-        means = np.concatenate([curve.mean for curve in panel.curves])
-        axes.set_ylim(means.min() / 1.4, means.max() * 1.4)
         _plain_ticks(axes.yaxis)
     if panel.zero:
         axes.set_ylim(bottom=0)
@@ -102,9 +109,9 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         _show_censoring(axes, panel)
 
 
-def _draw_curve(axes: Axes, curve: Curve, order: int, x_log: bool) -> None:
+def _draw_curve(axes: Axes, curve: Curve, order: int, panel: Panel) -> None:
     line = _line(curve.method)
-    marks = marked(curve, order, x_log)
+    marks = marked(curve, order, panel.x_log)
     axes.plot(curve.x, curve.mean, **{**line, "marker": ""}, zorder=2 + order / 10)
     for hollow in (False, True):
         here = marks & ((curve.censored > 0) == hollow)
@@ -116,8 +123,7 @@ def _draw_curve(axes: Axes, curve: Curve, order: int, x_log: bool) -> None:
             markersize=4.5,
             zorder=2.05 + order / 10,
         )
-    low, high = curve.mean - curve.error, curve.mean + curve.error
-    axes.fill_between(curve.x, low, high, color=line["color"], alpha=0.18, linewidth=0, zorder=1)
+    axes.fill_between(curve.x, *band(curve, panel.y_log), color=line["color"], alpha=0.18, linewidth=0, zorder=1)
 
 
 def _show_censoring(axes: Axes, panel: Panel) -> None:

@@ -65,8 +65,9 @@ def _page(groups: Mapping[str, Sequence[Exhibit]]) -> str:
 <body>
 <header>
 <h1>{escape(title)}</h1>
-<p>{num} run{"s" if num > 1 else ""}. Every value is a mean over seeds, ± its standard error, shaded in the charts.
-Hover over a chart, or focus it and use the arrow keys, to read its values.</p>
+<p>{num} run{"s" if num > 1 else ""}. Every value is a mean over seeds, ± its standard error, shaded in the charts
+(on a logarithmic axis by an equal factor up and down). Hover over a chart, or focus it and use the arrow keys, to read
+its values.</p>
 {nav}
 </header>
 <main>
@@ -146,7 +147,8 @@ def _sheet(run: Exhibit) -> str:
         image = base64.b64encode(path.read_bytes()).decode()
     shown = min(_SHEET_TASKS, len(stream))
     alt = f"Contact sheet: {shown} of the {len(stream)} tasks played of {run.stream}, with some of their datapoints"
-    return f'<h3>Tasks</h3><img class="sheet" alt="{escape(alt)}" src="data:image/png;base64,{image}">'
+    picture = f'<img class="sheet" alt="{escape(alt)}" src="data:image/png;base64,{image}">'
+    return f'<h3>Tasks</h3><div class="scroll" tabindex="0" role="region" aria-label="Contact sheet">{picture}</div>'
 
 
 class _Played:

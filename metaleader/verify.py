@@ -127,9 +127,7 @@ def check_claims(folder: str | Path) -> list[Claim]:
     preset = PRESETS[config["preset"]](config["schedule"])
     records = [record for record in read_records(folder) if record["protocol"] == "online"]
     tasks = min(preset.tasks, config.get("tasks") or preset.tasks)
-    # The panels of a quick run may lack the sizes of the paper.
-    panels = PRESETS[config["preset"]]("standard").panels
-    run = _Run(records, preset, panels, tasks, config["seeds"])
+    run = _Run(records, preset, PRESETS[config["preset"]]("standard"), tasks, config["seeds"])
     return [_judge(statement, run) for statement in STATEMENTS[config["preset"]]]
 
 
@@ -137,19 +135,20 @@ def check_claims(folder: str | Path) -> list[Claim]:
 class _Run:
     records: list[dict[str, Any]]
     preset: Preset
-    panels: tuple[int, ...]
+    # The sizes and margins are those of the standard schedule: a quick run may lack the sizes of the paper.
+    standard: Preset
     tasks: int
     seeds: int
 
     def allowed(self) -> float:
         """The error that the threshold of proficiency allows; 0.1, as on Rainbow MNIST, where there is none."""
-        gamma = 0.9 if self.preset.gamma is None else self.preset.gamma
-        return 1 - gamma if self.preset.error_name == "error" else gamma
+        gamma = 0.9 if self.standard.gamma is None else self.standard.gamma
+        return 1 - gamma if self.standard.error_name == "error" else gamma
 
     def values(self, method: str, value: int | str) -> dict[str, Values]:
         """The value of each task played, for each number of adaptation steps measured ("" for the record's own)."""
         found: dict[str, Values] = {}
-        size = self.panels[value] if isinstance(value, int) else self.preset.panels[-1]
+        size = self.standard.panels[value] if isinstance(value, int) else self.preset.panels[-1]
         for r in self.records:
             if r["method"] != method or r["datapoints"] != size:
                 continue
@@ -165,10 +164,10 @@ class _Run:
 
 def _judge(statement: Statement, run: _Run) -> Claim:
     """Judge every pair: all must agree, one that disagrees is enough, and the hardest pair gives the numbers."""
-    after = "" if statement.value == "needed" else f"{run.panels[statement.value]} datapoints"
+    after = "" if statement.value == "needed" else f"{run.standard.panels[statement.value]} datapoints"
     margin, unit = statement.margin, {"difference": "error", "ratio": "times"}.get(statement.statistic, "of tasks")
     if statement.statistic == "difference":
-        margin, unit = (margin * run.allowed(), unit) if after else (margin * run.preset.reveal, "datapoints")
+        margin, unit = (margin * run.allowed(), unit) if after else (margin * run.standard.reveal, "datapoints")
     text = statement.text.format(after)
     blank = Claim(statement.name, text, None, None, margin, statement.two_sided, unit, "undecided")
     values = {method: run.values(method, statement.value) for method in statement.better + statement.worse}

@@ -58,6 +58,11 @@ def made_records(preset="rainbow-mnist", tasks=56, reveals=None, seeds=3, method
     return records
 
 
+def uneven(records):
+    """One seed does much worse than the others on every second task, so that mean - error is about zero there."""
+    return [r | {"loss": r["loss"] * (1000 if r["seed"] == 0 and r["round"] % 2 else 1)} for r in records]
+
+
 def write_run(folder: Path, records, **config):
     """A run folder with these records."""
     folder.mkdir(parents=True)

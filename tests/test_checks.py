@@ -44,21 +44,34 @@ class Images:
         return ml.Task(f"task {t}", batch(8), batch(6))
 
 
-def conv_net() -> nn.Module:
+def conv_net(ways: int = 3) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 2, 3, stride=2, padding=1),
         nn.BatchNorm2d(2, track_running_stats=False),
         nn.ReLU(),
         nn.Dropout(0.3),
         nn.Flatten(),
-        nn.Linear(8, 3),
+        nn.Linear(8, ways),
+    )
+
+
+def labelled(*images: int) -> ml.streams.Labelled:
+    draw = rng("n-way", 0)
+    return ml.streams.Labelled(
+        draw.integers(0, 256, (80, *images), dtype=np.uint8),
+        np.arange(80) % 8,
+        draw.integers(0, 256, (40, *images), dtype=np.uint8),
+        np.arange(40) % 8,
     )
 
 
 SINUSOIDS = ml.streams.SinusoidStream(tasks=3, train=20, test=10, noise=0.1, seed=1)
+N_WAY = ml.streams.NWayStream(labelled(1, 4, 4), ways=2, per_class=7)
 SETTINGS = {
     "mlp": (lambda: ml.models.mlp(1, 1, (6,)), ml.losses.squared_error, SINUSOIDS),
     "conv": (conv_net, functools.partial(ml.losses.cross_entropy, smoothing=0.1), Images()),
+    # The learners draw 2 + 2 datapoints a task: one of each class.
+    "n-way": (lambda: conv_net(2), ml.losses.cross_entropy, N_WAY),
 }
 
 
@@ -83,16 +96,6 @@ def test_other_optimisers_and_functions_of_the_user() -> None:
     checks.check_learner(lambda: ml.FTML(model, loss, **options, **INNER, **SMALL), SINUSOIDS)
 
 
-def labelled() -> ml.streams.Labelled:
-    draw, images = rng("n-way", 0), (3, 8, 8)
-    return ml.streams.Labelled(
-        draw.integers(0, 256, (80, *images), dtype=np.uint8),
-        np.arange(80) % 8,
-        draw.integers(0, 256, (40, *images), dtype=np.uint8),
-        np.arange(40) % 8,
-    )
-
-
 @pytest.mark.parametrize(
     "stream",
     [
@@ -104,7 +107,7 @@ def labelled() -> ml.streams.Labelled:
         ml.streams.SinusoidStream(tasks=5, order="amplitude"),
         ml.streams.QuadraticStream(tasks=5),
         ml.streams.make_stream("rainbow-digits", tasks=5),
-        ml.streams.NWayStream(labelled(), ways=3, per_class=5),
+        ml.streams.NWayStream(labelled(3, 8, 8), ways=3, per_class=5),
         ml.streams.ArrayStream({str(t): SINUSOIDS[t].train._asdict() for t in range(3)}),
     ],
     ids=["sinusoid", "one", "drift", "images", "list", "order", "quadratic", "digits", "n-way", "arrays"],
@@ -259,6 +262,51 @@ def test_a_broken_learner_is_caught(learner: type[ml.FTML], check: Callable[...,
         check(make, SINUSOIDS)
     with pytest.raises(AssertionError):
         checks.check_learner(make, SINUSOIDS)
+
+
+class DropsIds(ml.FTML):
+    """Keeps an image anew each time it is shown."""
+
+    def observe(self, x: Any, y: Any, *, ids: Any = None, update: bool = True) -> None:
+        super().observe(x, y, update=update)
+
+
+class ForgetsIds(ml.FTML):
+    """Restores the images, but not which they are."""
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        getattr(self._buffer, "_row_of", {}).clear()
+
+
+class TakesTasksOfBothKinds(ml.FTML):
+    """Begins again from nothing when a task has no classes."""
+
+    def begin(self, name: str, classes: Any = None) -> None:
+        if classes is None and self.round >= 0:
+            self.load_state_dict(self.untouched)
+            return
+        if self.round < 0:
+            self.untouched = self.state_dict()
+        super().begin(name, classes)
+
+
+BROKEN_N_WAY = [
+    (DropsIds, checks.refused_data_changes_nothing, "fewer ids than datapoints: not refused"),
+    (ForgetsIds, checks.state_dict_continues, "continuing differs"),
+    (TakesTasksOfBothKinds, checks.refused_data_changes_nothing, "a task without classes .*: not refused"),
+]
+
+
+@pytest.mark.parametrize(("learner", "check", "message"), BROKEN_N_WAY, ids=[b.__name__ for b, _, _ in BROKEN_N_WAY])
+def test_a_learner_broken_for_n_way_tasks_is_caught(
+    learner: type[ml.FTML], check: Callable[..., None], message: str
+) -> None:
+    def make() -> ml.Learner:
+        return learner(lambda: conv_net(2), ml.losses.cross_entropy, support=2, **INNER, **SMALL)
+
+    with pytest.raises(AssertionError, match=message):
+        check(make, N_WAY)
 
 
 def test_every_learner_check_is_known_to_fail() -> None:

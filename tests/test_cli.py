@@ -1,13 +1,17 @@
 """The command line: what it lists, and that bad input ends with a message and status 2."""
 
 import json
+import os
+import re
+import sys
+from typing import get_args
 
 import pytest
 import tiny
 import torch
 
 from metaleader import cli, experiment
-from metaleader.presets import PRESETS
+from metaleader.presets import MACHINES, PRESETS, TIMES, Schedule
 
 
 @pytest.fixture
@@ -125,5 +129,51 @@ def test_the_list_has_every_preset_with_its_sizes(status):
     assert code == 0
     for name in PRESETS:
         assert f"{name}: {PRESETS[name]('standard').summary}" in out
+        # Not cut off at the 80 columns of a pipe.
+        assert f"│ {name} " in out
     # 56 tasks of 45 reveals of 20 datapoints, 50 updates each.
     assert any(all(part in line for part in ("paper", " 56 ", " 900 ", "126,000")) for line in out.splitlines())
+
+
+def test_the_list_says_how_long_a_run_took_and_where(status, monkeypatch):
+    # Wide, so that no cell is broken into lines.
+    monkeypatch.setenv("COLUMNS", "160")
+    _, out, _ = status("list")
+    lines = [line for line in out.splitlines() if line.startswith("│")]
+    assert len(lines) == 3 * len(PRESETS)
+    rows = [(name, schedule) for name in PRESETS for schedule in get_args(Schedule)]
+    for (name, schedule), line in zip(rows, lines, strict=True):
+        assert f" {schedule} " in line
+        assert TIMES.get((name, schedule), "not measured") in line
+    for machine, words in MACHINES.items():
+        assert f"{machine}: {words}\n" in out
+
+
+def test_every_time_has_its_preset_its_seeds_and_its_machine():
+    for (name, schedule), text in TIMES.items():
+        if text == "as standard":
+            assert same_size(PRESETS[name](schedule), PRESETS[name]("standard"))
+            assert (name, "standard") in TIMES
+        else:
+            time, seeds, machine = text.split(", ")
+            assert re.fullmatch(r"(\d+ h )?(\d+ min )?\d+ (s|min)", time)
+            assert re.fullmatch(r"1 seed|\d+ seeds", seeds)
+            assert machine in MACHINES
+
+
+def same_size(one, other):
+    return all(getattr(one, f) == getattr(other, f) for f in ("tasks", "meta_steps", "reveal", "reveals", "steps"))
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["data"], ["--help"], ["show", "--help"]], ids=" ".join)
+def test_a_reader_that_has_gone_is_no_bad_input(arguments, capsys, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as nobody, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", nobody)
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        # Python does so when it ends, and would say that it cannot.
+        nobody.flush()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == ""

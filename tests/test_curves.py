@@ -8,6 +8,8 @@ from made_records import made_records
 
 from metaleader.curves import (
     STYLES,
+    Curve,
+    band,
     cumulative_panels,
     estimate,
     learning_panel,
@@ -62,13 +64,14 @@ def test_panels_are_means_and_standard_errors_over_seeds():
                 assert (curve.mean[t], curve.error[t]) == pytest.approx(mean_and_error(own))
 
 
-def test_many_tasks_get_a_running_mean_that_is_labelled():
-    records = made_records(tasks=31, reveals=2, methods=("toe",))
+@pytest.mark.parametrize("tasks", [15, 31])
+def test_many_tasks_get_a_running_mean_that_is_labelled(tasks):
+    records = made_records(tasks=tasks, reveals=2, methods=("toe",))
     (panel,) = stream_panels(records, (40,), None, "error")
     assert panel.x_label == "task (running mean of 5 tasks)"
     assert panel.y_label == "accuracy after 40 datapoints"
     curve = curve_of(panel, "toe")
-    assert curve.x.tolist() == list(range(4, 31))
+    assert curve.x.tolist() == list(range(4, tasks))
     value = {(r["seed"], r["round"]): r["accuracy"] for r in records if r["datapoints"] == 40}
     for i, t in enumerate(curve.x.tolist()):
         smooth = [np.mean([value[seed, k] for k in range(t - 4, t + 1)]) for seed in range(3)]
@@ -176,6 +179,32 @@ def test_no_records_give_no_curves():
     assert [panel.curves for panel in stream_panels([], (20,), 0.9, "error")] == [(), ()]
     assert learning_panel([], "error").curves == ()
     assert cumulative_panels([]) == []
+
+
+def curve_with(mean, error):
+    there = np.arange(len(mean))
+    return Curve("ftml", there, np.array(mean), np.array(error), np.zeros(len(mean)))
+
+
+def test_the_band_is_the_standard_error_to_either_side():
+    low, high = band(curve_with([1.0, 2.0], [0.5, math.nan]), y_log=False)
+    assert (low.tolist(), high.tolist()) == ([0.5, 2.0], [1.5, 2.0])
+
+
+def test_the_band_on_a_logarithmic_axis_is_as_wide_up_as_down_and_hardly_other_where_it_is_narrow():
+    low, high = band(curve_with([2.0, 2.0, 2.0], [0.002, 2.0, math.nan]), y_log=True)
+    assert (low[0], high[0]) == pytest.approx((1.998, 2.002), abs=2e-6)
+    assert high / 2 == pytest.approx(2 / low)
+    assert (low[1], low[2]) == (pytest.approx(2 / math.e), 2.0)
+
+
+def test_the_widest_band_of_all_is_a_factor_of_e():
+    # One seed failed and the others did not: the largest standard error that positive numbers have.
+    records = [record(seed=seed, loss=loss, accuracy=None) for seed, loss in enumerate((1e9, 1e-9, 1e-9, 1e-9))]
+    curve = curve_of(stream_panels(records, (20,), 0.1, "error")[1], "ftml")
+    low, high = band(curve, y_log=True)
+    assert curve.mean - curve.error == pytest.approx(0, abs=1)
+    assert (high / low).item() == pytest.approx(math.e**2)
 
 
 def test_methods_can_be_told_apart_without_colour():

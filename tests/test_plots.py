@@ -4,10 +4,11 @@ import matplotlib.colors
 import matplotlib.image
 import numpy as np
 import pytest
-from made_records import made_records
+from made_records import made_records, uneven
+from matplotlib.figure import Figure
 
-from metaleader.curves import STYLES
-from metaleader.plots import draw_figures
+from metaleader.curves import STYLES, stream_panels
+from metaleader.plots import _draw_panel, draw_figures
 from metaleader.presets import PRESETS
 
 NAMES = [f"{name}.{suffix}" for name in ("figure", "learning", "cumulative") for suffix in ("png", "svg")]
@@ -65,6 +66,18 @@ def test_small_runs_and_panels_without_records_can_be_drawn(tasks, seeds, reveal
     text = (tmp_path / "figure.svg").read_text()
     assert text.count("<!-- no records -->") == 1
     assert ("<!-- standard error over seeds -->" in text) == (seeds > 1)
+
+
+def test_no_band_leaves_a_logarithmic_axis():
+    records = uneven(made_records("pose", tasks=6, reveals=3, methods=("ftml", "scratch")))
+    (panel,) = stream_panels(records, (60,), None, "squared error")
+    assert panel.y_log
+    axes = Figure().subplots()
+    _draw_panel(axes, panel)
+    low, high = axes.get_ylim()
+    edges = np.concatenate([np.asarray(path.vertices)[:, 1] for band in axes.collections for path in band.get_paths()])
+    assert 0 < low < edges.min() < edges.max() < high
+    assert edges.max() / edges.min() < 1e5
 
 
 def test_no_records_at_all_can_be_drawn(tmp_path):

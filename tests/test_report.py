@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import types
 from html.parser import HTMLParser
 
@@ -10,10 +11,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 from browser import Browser, chromium
-from made_records import SHAPES, made_records, write_run
+from made_records import SHAPES, made_records, uneven, write_run
 
 from metaleader import report
-from metaleader.charts import Axes, _ticks, common_axes, with_error
+from metaleader.charts import Axes, _ticks, chart, common_axes, with_error
 from metaleader.cli import main
 from metaleader.curves import STYLES, stream_panels
 from metaleader.report import write_report
@@ -238,6 +239,13 @@ def test_a_stream_of_ones_own_is_shown_with_its_smallest_and_largest_data(tmp_pa
     assert "accuracy after 80 datapoints" in headings
 
 
+def test_the_threshold_shown_is_the_one_that_the_run_was_judged_by(tmp_path):
+    records = made_records(tasks=3, reveals=4)
+    for number, (settings, shown) in enumerate((({"gamma": 0.65}, 0.65), ({}, 0.9), ("damaged", 0.9))):
+        folder = write_run(tmp_path / str(number), records, settings=settings)
+        assert f"datapoints to accuracy {shown}" in [text for _, text in read(write_report([folder])).headings]
+
+
 def test_a_run_without_records_yet_has_a_page(tmp_path):
     folder = write_run(tmp_path / "run", made_records(tasks=1, reveals=1))
     path = folder / "records.csv"
@@ -299,7 +307,9 @@ def test_the_command_writes_into_the_first_folder_or_where_it_is_told(folder, tm
         (545.61, 7.12, "546 ± 7"),
         (20.0, 0.0, "20 ± 0"),
         (0.71333, 0.0, "0.713 ± 0"),
-        (0.5, math.nan, "0.5"),
+        (0.5, math.nan, "0.500"),
+        (56.667, math.nan, "56.7"),
+        (0.0, math.nan, "0"),
         (1234.5, math.nan, "1234"),
         (0.0, 0.03, "0.000 ± 0.030"),
         (math.nan, math.nan, "–"),
@@ -330,13 +340,26 @@ def test_axes_hold_all_panels():
     assert common_axes([]) is None
 
 
+def test_no_band_is_cut_off_at_a_logarithmic_axis():
+    records = uneven(made_records("pose", tasks=6, reveals=3, methods=("ftml", "scratch")))
+    (panel,) = stream_panels(records, (60,), None, "squared error")
+    axes = common_axes([panel])
+    assert axes is not None
+    assert axes.y_log
+    bands = re.findall(r'class="series band"[^>]* d="M([^"]*)Z"', chart(panel, axes))
+    assert len(bands) == 2
+    heights = [float(point.split()[1]) for band in bands for point in band.split("L")]
+    # Inside of the frame: what is out of range would be drawn on its border.
+    assert 10 < min(heights) < max(heights) < 262 - 40
+
+
 def overflow(browser):
     """By how much the page is wider than the window, and what sticks out of it; boxes that scroll may hide more."""
     return browser.run(
         """(() => {
           const width = document.documentElement.clientWidth;
           const out = [...document.querySelectorAll('body *')].filter(
-            (e) => !e.closest('.scroll table') && e.getBoundingClientRect().right > width + 0.5);
+            (e) => !e.closest('.scroll > *') && e.getBoundingClientRect().right > width + 0.5);
           return [document.documentElement.scrollWidth - width, out.map((e) => e.tagName)];
         })()"""
     )
@@ -374,6 +397,10 @@ def test_the_page_in_a_browser(browser, page, width, dark, tmp_path):
     # Three panels, learning and cumulative loss, for each of three runs.
     assert [lines for _, _, lines, _ in charts] == [5] * 5 + [2] * 10
     assert all(280 < w <= width and h > 150 and span > 50 for w, h, _, span in charts)
+    # Captions and values can be read without scrolling, however wide the tables are and however long the names.
+    edges = "(name, side) => [...document.querySelectorAll(name)].map((e) => e.getBoundingClientRect()[side])"
+    assert max(browser.run(f"({edges})('caption span', 'right')")) <= width
+    assert max(browser.run(f"({edges})('.words td:nth-child(2)', 'left')")) < 0.6 * width
     browser.run("document.querySelector('.plot').scrollIntoView({block: 'start'})")
     shot = browser.screenshot(tmp_path / "shot.png")
     background = "#14171c" if dark else "#ffffff"

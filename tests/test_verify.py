@@ -266,6 +266,14 @@ def test_likeness_has_two_sides(tmp_path: Path) -> None:
         assert verdicts(claims)["caught-up"] == verdict
 
 
+@pytest.mark.parametrize("preset", STATEMENTS)
+def test_margins_and_sizes_are_those_of_the_standard_schedule(preset: str, tmp_path: Path) -> None:
+    standard, quick = (write(tmp_path, preset, *AGREE[preset], schedule=schedule) for schedule in ("standard", "quick"))
+    assert [claim.margin for claim in standard] == [claim.margin for claim in quick]
+    if preset == "rainbow-digits":  # 5 datapoints, a tenth of the error 0.2, half of it
+        assert sorted({claim.margin for claim in quick}) == pytest.approx([0.02, 0.1, 5])
+
+
 def test_all_data_of_a_task_is_the_last_panel() -> None:
     """What censoring and the paper's last panel stand on."""
     for make in PRESETS.values():

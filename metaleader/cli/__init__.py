@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -35,10 +36,18 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 def main(arguments: list[str] | None = None) -> None:
     """Online meta-learning: follow the meta leader.
 
-    Exits with 0, with 1 where a check fails, and with 2 for bad input, whose message then says what to do.
+    Exits with 0, with 1 where a check fails or the reader of the output has gone (`| head -1`), and with 2 for bad
+    input, whose message then says what to do.
     """
     try:
-        status = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="metaleader", args=arguments)
+        try:
+            status = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="metaleader", args=arguments)
+        finally:
+            sys.stdout.flush()  # here, because what fails when Python ends cannot be caught
+    except BrokenPipeError:
+        # Nobody is left to tell. Python flushes once more when it ends: into nothing, as rich does it too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (ValueError, OSError, ImportError) as error:  # the last: an extra that is not installed
         print(f"metaleader: {error}", file=sys.stderr)
         sys.exit(2)
