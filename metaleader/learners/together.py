@@ -45,7 +45,7 @@ def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Dr
     noises = [learner._noise(numbers, lead.tasks_per_step) for learner in learners]
     watched = []
     for i, number in enumerate(numbers):
-        batches = [learner._buffer.gather(draw.at(i)) for learner, draw in zip(learners, draws, strict=True)]
+        batches = [learner._gather(draw.at(i)) for learner, draw in zip(learners, draws, strict=True)]
         params = _stack([learner.params for learner in learners])
         noise = None if noises[0] is None else torch.stack([noise[i] for noise in noises if noise is not None])
         support, query = _stack([pair[0] for pair in batches]), _stack([pair[1] for pair in batches])
