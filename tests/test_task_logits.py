@@ -16,6 +16,7 @@ from metaleader.engine import Engine
 from metaleader.evaluate import preload
 from metaleader.learners import update_together
 from metaleader.presets import PRESETS
+from metaleader.regret import UnconvergedWarning, hindsight
 from metaleader.streams import Labelled, NWayStream
 from metaleader.tasks import rng
 
@@ -172,6 +173,17 @@ def test_saving_and_going_on_is_bit_identical(tmp_path):
         played(one, start=2)
         assert torch.equal(one.adapt()(x), whole.adapt()(x))
         assert all(torch.equal(one.params[name], value) for name, value in whole.params.items())
+
+
+def test_the_hindsight_comparator_chooses_too():
+    tasks = stream()
+    with pytest.warns(UnconvergedWarning):
+        found = hindsight(chooser, CROSS_ENTROPY, tasks, inner_steps=0, max_evaluations=5)
+    net = body(NUM_CLASSES)
+    net.load_state_dict({name.removeprefix("0."): value for name, value in found.params.items()})
+    for value, task in zip(found.losses, (tasks[t] for t in range(len(tasks))), strict=True):
+        expected = F.cross_entropy(net(task.test.x)[:, list(task.classes)], task.test.y)
+        assert value == pytest.approx(expected.item())
 
 
 def test_classes_without_an_output_are_refused():
