@@ -44,12 +44,14 @@ class Draw(NamedTuple):
         query: (steps, tasks, query) row numbers.
         support_y: the same shape as `support`: labels that stand in for the stored ones (n-way), or None.
         query_y: likewise for `query`.
+        classes: (steps, tasks, n) the global class behind each label of a task (n-way), or None.
     """
 
     support: Tensor
     query: Tensor
     support_y: Tensor | None = None
     query_y: Tensor | None = None
+    classes: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Draw:
         """The same draw on a device."""

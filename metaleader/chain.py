@@ -32,7 +32,7 @@ from metaleader.inner import Params, moving_names
 from metaleader.layers import BatchNorm, Conv2d
 from metaleader.network import Network
 from metaleader.objective import Objective
-from metaleader.tasks import Batch
+from metaleader.tasks import Batch, ClassBatch
 
 
 class Layer(NamedTuple):
@@ -74,9 +74,13 @@ class Chain:
         return [name for name, _ in self.head.named_parameters()]
 
     def head_loss(self, y: Tensor, params: Params, target: Any, size: tuple[int, int]) -> Tensor:
-        """The loss of one task, given the last convolution's output (rows, filters) for images of a size."""
+        """The loss of one task, given the last convolution's output (rows, filters) for images of a size.
+
+        The target is the batch without its images: targets, and for a `ClassBatch` the task's classes.
+        """
         images = y.view(-1, *size, y.shape[-1]).permute(0, 3, 1, 2)
-        return self.network.mean_loss(functional_call(self.head, params, (images,)), target)
+        state = params | {f"{name}.classes": target[1] for name in self.network.choosers if len(target) > 1}
+        return self.network.mean_loss(functional_call(self.head, state, (images,)), target[0])
 
 
 def find_chain(network: Network) -> Chain | None:
@@ -251,12 +255,14 @@ class ChainGradient:
         self._query, self._curve = wrap(self._head_gradient), wrap(self._head_curve)
 
     @torch.no_grad()
-    def __call__(self, params: Params, support: Batch, query: Batch, noise: None = None) -> tuple[Tensor, Params]:
+    def __call__(
+        self, params: Params, support: Batch | ClassBatch, query: Batch | ClassBatch, noise: None = None
+    ) -> tuple[Tensor, Params]:
         """Losses (replicas,) and gradients."""
         with compiling() if self._compiled else contextlib.nullcontext():
             return self._mean(params, support, query)
 
-    def _mean(self, params: Params, support: Batch, query: Batch) -> tuple[Tensor, Params]:
+    def _mean(self, params: Params, support: Batch | ClassBatch, query: Batch | ClassBatch) -> tuple[Tensor, Params]:
         num_tasks = tree_leaves(query)[0].shape[1]
         chunk = self.objective.chunk or num_tasks
         total: tuple[Tensor, Params] | None = None
@@ -266,7 +272,7 @@ class ChainGradient:
             total = sums if total is None else tree_map(torch.add, total, sums)
         return tree_map(lambda value: value / num_tasks, total)
 
-    def _sums(self, params: Params, support: Batch, query: Batch) -> tuple[Tensor, Params]:
+    def _sums(self, params: Params, support: Batch | ClassBatch, query: Batch | ClassBatch) -> tuple[Tensor, Params]:
         replicas, tasks = tree_leaves(query)[0].shape[:2]
         support, query = tree_map(lambda leaf: leaf.flatten(0, 1), (support, query))
         spread = lambda value: value.repeat_interleave(tasks, 0)  # noqa: E731
@@ -278,28 +284,28 @@ class ChainGradient:
         patches = self._prepare(support.x) if self.objective.inner_steps else flat
         for _ in range(self.objective.inner_steps):
             before = flat, head
-            flat, head, y, saved = self._inner_step(flat, head, patches, support.y)
+            flat, head, y, saved = self._inner_step(flat, head, patches, support[1:])
             path.append(_Step(*before, y, saved) if self.keep else _Step(*before))
         y, saved = self.passes.forward(flat, self._prepare(query.x))
-        losses, slope, lam_head = self._query(y, head, query.y)
+        losses, slope, lam_head = self._query(y, head, query[1:])
         lam = self.passes.backward(flat, saved, slope).sum(1)
         del saved
         while path and not self.objective.first_order:
             flat, head, y, saved = path.pop()
             if saved is None or y is None:
-                _, _, y, saved = self._inner_step(flat, head, patches, support.y)
+                _, _, y, saved = self._inner_step(flat, head, patches, support[1:])
             v = lam * self._rates
             y_dot, moved = self.passes.forward_tangent(flat, saved, v)
-            slope_dot, lam_head = self._curve(y, head, support.y, y_dot, lam_head)
+            slope_dot, lam_head = self._curve(y, head, support[1:], y_dot, lam_head)
             parts = self.passes.backward_tangent(flat, saved, v, moved, slope_dot)
             lam = self.passes.descend(lam, parts, None)
         add = lambda value: value.unflatten(0, (replicas, tasks)).sum(1)  # noqa: E731
         gradient = self.plan.unflatten(add(lam)) | {name: add(value) for name, value in lam_head.items()}
         gradient |= {name: torch.zeros_like(params[name]) for name in self.chain.silent}
-        return add(losses), {name: gradient[name] for name in params}
+        return add(losses), {name: gradient[name].contiguous() for name in params}
 
     @torch.no_grad()
-    def adapted(self, params: Params, data: Batch, steps: Sequence[int]) -> dict[int, Params]:
+    def adapted(self, params: Params, data: Batch | ClassBatch, steps: Sequence[int]) -> dict[int, Params]:
         """The parameters after each of these numbers of inner steps on data with replicas in front."""
         flat = self.plan.flatten(params)
         head = {name: params[name] for name in self.chain.head_names}
@@ -312,14 +318,16 @@ class ChainGradient:
             if s in steps:
                 found[s] = self.plan.unflatten(flat) | head | still
             if s < max(steps):
-                flat, head, _, _ = self._inner_step(flat, head, patches, data.y)
+                flat, head, _, _ = self._inner_step(flat, head, patches, data[1:])
         return found
 
-    def _inner_step(self, flat: Tensor, head: Params, patches: Tensor, y: Any) -> tuple[Tensor, Params, Tensor, Any]:
+    def _inner_step(
+        self, flat: Tensor, head: Params, patches: Tensor, target: Any
+    ) -> tuple[Tensor, Params, Tensor, Any]:
         """Parameters after an inner step, and what its passes left behind."""
         assert self._rates is not None
         out, saved = self.passes.forward(flat, patches)
-        slope, after = self._step(out, head, y)
+        slope, after = self._step(out, head, target)
         parts = self.passes.backward(flat, saved, slope)
         return self.passes.descend(flat, parts, self._rates), after, out, saved
 

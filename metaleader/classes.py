@@ -59,16 +59,23 @@ class ClassBuffer:
         """The number of images that came for the first time in this round."""
         return self.store.length - self._round_start
 
-    def begin(self, name: str, classes: Sequence[int]) -> None:
+    def begin(self, name: str, classes: Sequence[int], num_classes: int | None = None) -> None:
         """Open a new task; D_t is empty.
 
         Args:
             name: of the task, for messages.
             classes: the global class behind each local label, in local order.
+            num_classes: the classes that the network has outputs for, 0 to `num_classes - 1`; None where it has one for
+                each label.
         """
         ways = tuple(_integers(classes, f"task {name!r}: classes"))
         if len(ways) < 2 or len(set(ways)) < len(ways):
             raise ValueError(f"task {name!r}: classes must be two or more different integers, got {list(classes)}")
+        if num_classes is not None and not 0 <= min(ways) <= max(ways) < num_classes:
+            raise ValueError(
+                f"task {name!r}: classes must lie in 0..{num_classes - 1}, the network has an output for each; got"
+                f" {list(ways)}"
+            )
         if self.ways and len(ways) != len(self.ways):
             raise ValueError(
                 f"task {name!r} has {len(ways)} classes, earlier tasks have {len(self.ways)}; all tasks of a learner"
@@ -117,7 +124,7 @@ class ClassBuffer:
 
     def counts(self) -> np.ndarray:
         """The number of images of each class, in the order of the classes' arrival."""
-        return self._pools(self.store.length)[1]
+        return self._pools(self.store.length)[2]
 
     def draw(
         self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int, which: Which = "all"
@@ -134,11 +141,11 @@ class ClassBuffer:
                 datapoints drawn whatever their class.
 
         Returns:
-            Row numbers and labels on the buffer's device, or None where there is nothing to draw from.
+            Row numbers, labels and classes on the buffer's device, or None where there is nothing to draw from.
         """
         if which == "current":
             return self._draw_current(seed, steps, tasks, support, query)
-        order, counts, starts = self._pools(self.store.length if which == "all" else self._round_start)
+        names, order, counts, starts = self._pools(self.store.length if which == "all" else self._round_start)
         ways = len(self.ways)
         if not ways or len(counts) < ways:
             return None
@@ -157,7 +164,9 @@ class ClassBuffer:
         numbers = split(distinct(uniforms, counts[chosen], width), counts[chosen], *share)
         picked = order[starts[chosen][:, None] + numbers].reshape(*shape, width)
         repeated = np.broadcast_to(labels[..., None], (*shape, width))
-        return self._as_draw(picked, repeated, share[0])
+        classes = np.empty(shape, dtype=np.int64)
+        np.put_along_axis(classes, labels, names[chosen].reshape(shape), axis=-1)
+        return self._as_draw(picked, repeated, share[0], classes)
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
@@ -213,28 +222,31 @@ class ClassBuffer:
         counts = np.full(len(uniforms), len(self._round_rows))
         numbers = split(distinct(uniforms, counts, width), counts, support, query)
         numbers = numbers.reshape(len(steps), tasks, 1, width)
-        return self._as_draw(np.asarray(self._round_rows)[numbers], np.asarray(self._round_labels)[numbers], support)
+        picked, labels = np.asarray(self._round_rows)[numbers], np.asarray(self._round_labels)[numbers]
+        return self._as_draw(picked, labels, support, np.tile(self.ways, (len(steps), tasks, 1)))
 
-    def _as_draw(self, picked: np.ndarray, labels: np.ndarray, support: int) -> Draw:
+    def _as_draw(self, picked: np.ndarray, labels: np.ndarray, support: int, classes: np.ndarray) -> Draw:
         """Turn (steps, tasks, groups, datapoints), the first `support` of each group for the support set, to a draw."""
         index, y = torch.from_numpy(picked), self._labels(labels)
         parts = (slice(None, support), slice(support, None))
-        return Draw(*(tensor[..., part].flatten(2) for tensor in (index, y) for part in parts)).to(self.device)
+        draw = Draw(*(tensor[..., part].flatten(2) for tensor in (index, y) for part in parts))
+        return draw._replace(classes=torch.from_numpy(classes)).to(self.device)
 
     def _labels(self, labels: np.ndarray) -> Tensor:
         assert self.store.data is not None
         return torch.tensor(labels, dtype=self.store.data.y.dtype, device=self.device)
 
-    def _pools(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The first rows grouped by class, and each class's count and start in them, classes in order of arrival."""
+    def _pools(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The classes in order of arrival, the first rows grouped by class, each class's count and start in them."""
         found, first, inverse = np.unique(
             np.asarray(self._classes[:length], dtype=np.int64), return_index=True, return_inverse=True
         )
+        order = np.argsort(first)
         arrival = np.empty(len(found), dtype=np.int64)
-        arrival[np.argsort(first)] = np.arange(len(found))
+        arrival[order] = np.arange(len(found))
         pool = arrival[inverse]
         counts = np.bincount(pool, minlength=len(found))
-        return np.argsort(pool, kind="stable"), counts, np.cumsum(counts) - counts
+        return found[order], np.argsort(pool, kind="stable"), counts, np.cumsum(counts) - counts
 
     def _checked_labels(self, y: Any) -> list[int]:
         if not self.ways:

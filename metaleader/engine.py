@@ -26,7 +26,7 @@ from metaleader.network import Network
 from metaleader.objective import Adaptation, Objective
 from metaleader.passes import TorchPasses
 from metaleader.precision import convolutions_as_matmul
-from metaleader.tasks import Batch
+from metaleader.tasks import Batch, ClassBatch
 
 Mode = Literal["auto", "eager", "compiled", "captured"]
 
@@ -71,6 +71,7 @@ class Engine:
         self.keep_linearisations = keep_linearisations
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._chains: dict[Network, Chain | None] = {}
+        self._pool: Any = None
 
     @torch.no_grad()
     def gradient(
@@ -90,8 +91,9 @@ class Engine:
         adaptation: Adaptation | None,
         steps: Sequence[int],
         params: Params,
-        data: Batch | None,
+        data: Batch | ClassBatch | None,
         x: Any,
+        classes: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """What the adapted learners predict for x, by numbers of adaptation steps; of networks without dropout.
 
@@ -99,9 +101,11 @@ class Engine:
         tensor has a leading replica dimension.
         """
         steps = tuple(steps)
-        inputs = (params, data, x)
+        inputs = (params, data, x, classes)
         return self._run(
-            (network, adaptation, steps), inputs, lambda: self._prediction_program(network, adaptation, steps, *inputs)
+            (network, adaptation, steps),
+            inputs,
+            lambda: self._prediction_program(network, adaptation, steps, params, data),
         )
 
     def _run(self, what: Any, inputs: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Any:
@@ -111,7 +115,9 @@ class Engine:
                 try:
                     program = make()
                     if self.mode == "captured":
-                        program = _Captured(program, inputs)
+                        # One pool for all graphs: they run one at a time, and what they return is copied.
+                        self._pool = self._pool or torch.cuda.graph_pool_handle()
+                        program = _Captured(program, inputs, self._pool)
                     else:
                         program(*inputs)
                 except Exception as error:
@@ -141,8 +147,7 @@ class Engine:
         adaptation: Adaptation | None,
         steps: Sequence[int],
         params: Params,
-        data: Batch | None,
-        x: Any,
+        data: Batch | ClassBatch | None,
     ) -> Callable[..., dict[str, Tensor]]:
         chain = self._chain(network)
         if adaptation is None or data is None or chain is None:
@@ -199,19 +204,25 @@ class _Predictions:
     ) -> None:
         self._network, self._adaptation, self._steps, self._chain = network, adaptation, steps, chain
 
-    def __call__(self, params: Params, data: Batch | None, x: Any) -> dict[str, Tensor]:
+    def __call__(
+        self, params: Params, data: Batch | ClassBatch | None, x: Any, classes: Tensor | None
+    ) -> dict[str, Tensor]:
         adapted = self._adapted(params, data)
         replicas = range(len(next(iter(params.values()))))
-        at = lambda tree, r: tree_map(lambda leaf: leaf[r], tree)  # noqa: E731
-        predict = self._network.predict
-        found = {str(n): torch.stack([predict(at(adapted[n], r), at(x, r)) for r in replicas]) for n in self._steps}
-        if self._network.has_batch_norm and data is not None:
-            by = self._network.predict_by
-            chosen = adapted[self._steps[0]]
-            found["task"] = torch.stack([by(at(data.x, r), at(chosen, r), at(x, r)) for r in replicas])
+        at = lambda tree, r: tree_map(lambda leaf: leaf if leaf is None else leaf[r], tree)  # noqa: E731
+        net = self._network
+        found = {
+            str(n): torch.stack([net.predict(at(adapted[n], r), at(x, r), None, at(classes, r)) for r in replicas])
+            for n in self._steps
+        }
+        if net.has_batch_norm and data is not None:
+            own = adapted[self._steps[0]]
+            found["task"] = torch.stack(
+                [net.predict_by(at(data.x, r), at(own, r), at(x, r), at(classes, r)) for r in replicas]
+            )
         return found
 
-    def _adapted(self, params: Params, data: Batch | None) -> dict[int, Params]:
+    def _adapted(self, params: Params, data: Batch | ClassBatch | None) -> dict[int, Params]:
         if self._adaptation is None or data is None:
             return dict.fromkeys(self._steps, params)
         if self._chain is not None:
@@ -227,14 +238,11 @@ class _Predictions:
 class _Captured:
     """A program as one CUDA graph: inputs are copied in, outputs copied out."""
 
-    _pools: dict[torch.device, Any] = {}  # noqa: RUF012
-
-    def __init__(self, program: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+    def __init__(self, program: Callable[..., Any], inputs: tuple[Any, ...], pool: Any) -> None:
         leaves, self._form = tree_flatten(inputs)
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._inputs = [leaf for leaf in static if isinstance(leaf, Tensor)]
         given = tree_unflatten(static, self._form)
-        device = self._inputs[0].device
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), compiling():
@@ -242,8 +250,6 @@ class _Captured:
                 program(*given)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        # One pool for all graphs: they run one at a time, and what they return is copied.
-        pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
         with torch.cuda.graph(self._graph, pool=pool), compiling():
             outputs, self._out_form = tree_flatten(program(*given))
         self._outputs = outputs

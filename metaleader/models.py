@@ -79,6 +79,28 @@ class SoftArgmax(nn.Module):
         return torch.cat([(weights.sum(-2) * across).sum(-1), (weights.sum(-1) * down).sum(-1)], -1)
 
 
+class TaskLogits(nn.Module):
+    """The last layer of a net with an output for each global class: the logits of the task's classes, by its labels.
+
+    A task that is begun with `begin(name, classes=...)` has its labels shuffled; with this layer all that is learned of
+    a class serves every task that shows it. Where a task names no classes, all logits pass.
+
+    >>> TaskLogits(3)(torch.tensor([[1.0, 2.0, 3.0]]))
+    tensor([[1., 2., 3.]])
+    """
+
+    classes: Tensor
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.register_buffer("classes", torch.arange(num_classes), persistent=False)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Choose from (N, classes) the columns of the task's classes, in the order of its labels."""
+        return logits.gather(1, self.classes.expand(len(logits), -1))
+
+
 def _conv_block(i: int, fan_in: int, fan_out: int, kernel: int, stride: int) -> list[tuple[str, nn.Module]]:
     return [
         (f"conv{i}", nn.Conv2d(fan_in, fan_out, kernel, stride=stride, padding=kernel // 2, bias=False)),

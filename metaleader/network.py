@@ -1,7 +1,8 @@
 """A module as a pure function of its parameters: what turns an `nn.Module` and a loss into the kernel's `loss_fn`.
 
 Batch norm takes the statistics of the batch at hand, dropout masks come from integers that are passed in, and
-everything else of the module stays as it is: same parameters, same names.
+everything else of the module stays as it is: same parameters, same names. A net with an output for each global class
+(`TaskLogits`) gets the task's classes with the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from metaleader.inner import Params
 from metaleader.layers import BatchNorm, Conv2d, SeededDropout
 from metaleader.losses import Loss, takes_labels
-from metaleader.tasks import Batch, Tree, num_rows, row_signature, rows
+from metaleader.models import TaskLogits
+from metaleader.tasks import Batch, ClassBatch, Tree, num_rows, row_signature, rows
 
 # What batch norm divides by in an adapted net: D_t's statistics, or those of the rows it is called on.
 Statistics = Literal["task", "batch"]
@@ -43,6 +45,10 @@ class Network:
         module: left as it is; the network works on a copy.
         loss: of (prediction, target), one value a datapoint or a scalar.
         preprocess: applied to x before the module, in training and in every adapted net.
+
+    Attributes:
+        num_classes: the number of global classes, for a module with `TaskLogits`; otherwise None.
+        choosers: the names of the `TaskLogits` layers.
     """
 
     def __init__(self, module: nn.Module, loss: Loss, preprocess: Callable[[Tree], Tree] | None = scale_uint8) -> None:
@@ -51,6 +57,9 @@ class Network:
         self.module = _functional_copy(module)
         self._dropouts = [name for name, part in self.module.named_modules() if isinstance(part, SeededDropout)]
         self.has_dropout = bool(self._dropouts)
+        chosen = {n: part.num_classes for n, part in self.module.named_modules() if isinstance(part, TaskLogits)}
+        self.choosers = list(chosen)
+        self.num_classes = min(chosen.values(), default=None)
         self._tied = _tied_names(self.module)
         self.has_batch_norm = any(isinstance(part, BatchNorm) for part in self.module.modules())
         self.outputs: int | None = None
@@ -60,8 +69,11 @@ class Network:
         """A copy of the module's own parameters, by name."""
         return {name: value.detach().clone() for name, value in self.module.named_parameters()}
 
-    def predict(self, params: Params, x: Tree, noise: Tensor | None = None) -> Tensor:
-        """The prediction for a batch of inputs of one task; dropout is active when noise is given."""
+    def predict(self, params: Params, x: Tree, noise: Tensor | None = None, classes: Tensor | None = None) -> Tensor:
+        """The prediction for a batch of inputs of one task; dropout is active when noise is given.
+
+        With classes, (n,), a module with `TaskLogits` predicts one of these.
+        """
         state = {name: params[first] for name, first in self._tied.items()}
         for i, name in enumerate(self._dropouts):
             layer = cast(SeededDropout, self.module.get_submodule(name))
@@ -69,21 +81,24 @@ class Network:
             layer.num_calls = 0
             if noise is not None:
                 state[f"{name}.seed"] = noise + i
+        if classes is not None:
+            state |= {f"{name}.classes": classes for name in self.choosers}
         # Not tie_weights: with a layer that is used twice, torch 2.13 leaves these tensors in the module.
         return functional_call(self.module, state, (self.preprocess(x),), tie_weights=False)
 
-    def predict_by(self, seen: Tree, params: Params, x: Tree) -> Tensor:
+    def predict_by(self, seen: Tree, params: Params, x: Tree, classes: Tensor | None = None) -> Tensor:
         """The prediction for x with batch norm by the statistics of other rows of the task."""
         norms = [part for part in self.module.modules() if isinstance(part, BatchNorm)]
         with contextlib.ExitStack() as stack:
             for norm in norms:
                 stack.enter_context(norm.keeping())
-            self.predict(params, seen)
-            return self.predict(params, x)
+            self.predict(params, seen, None, classes)
+            return self.predict(params, x, None, classes)
 
-    def loss_fn(self, params: Params, batch: Batch, noise: Tensor | None = None) -> Tensor:
+    def loss_fn(self, params: Params, batch: Batch | ClassBatch, noise: Tensor | None = None) -> Tensor:
         """The kernel's loss: the mean over the datapoints of a batch."""
-        return self.mean_loss(self.predict(params, batch.x, noise), batch.y)
+        classes = batch.classes if isinstance(batch, ClassBatch) else None
+        return self.mean_loss(self.predict(params, batch.x, noise, classes), batch.y)
 
     def mean_loss(self, prediction: Tensor, y: Tree) -> Tensor:
         """The mean loss of predictions for the datapoints of a batch."""
@@ -91,7 +106,13 @@ class Network:
 
     @torch.no_grad()
     def adapted(
-        self, params: Params, data: Batch | None, statistics: Statistics = "task", *, like: Batch | None = None
+        self,
+        params: Params,
+        data: Batch | None,
+        statistics: Statistics = "task",
+        *,
+        like: Batch | None = None,
+        classes: Tensor | None = None,
     ) -> nn.Module:
         """A module with these parameters, ready for use: dropout off, inputs preprocessed, one row or many.
 
@@ -100,6 +121,7 @@ class Network:
             data: the task's datapoints, whose statistics batch norm takes with `statistics="task"`.
             statistics: "task", or "batch" for the statistics of the rows that the net is called on, as in the paper.
             like: datapoints of an earlier task, which show a single row where there is no `data` yet.
+            classes: of the task, which `TaskLogits` chooses from then on.
         """
         if statistics not in ("task", "batch"):
             raise ValueError(f"statistics must be 'task' or 'batch', got {statistics!r}")
@@ -107,6 +129,9 @@ class Network:
         for name, value in net.named_parameters():
             value.requires_grad_(True).copy_(params[name])
         net.eval()
+        if classes is not None:
+            for name in self.choosers:
+                cast(TaskLogits, net.get_submodule(name)).classes = classes
         norms = [part for part in net.modules() if isinstance(part, BatchNorm)]
         if norms and statistics == "task" and data is not None:
             for norm in norms:

@@ -110,20 +110,23 @@ def hindsight(
         raise ValueError(
             f"tolerance must be positive and max_evaluations at least 1, got {tolerance} and {max_evaluations}"
         )
-    support, query = _stacked([stream[t] for t in range(num_rounds)], datapoints, device)
+    played = [stream[t] for t in range(num_rounds)]
+    support, query = _stacked(played, datapoints, device)
     size, held_out = (tree_leaves(part.y)[0].shape[1] for part in (support, query))
     network = Network(initial_module(model, 0, 0), loss)
     network.module.to(device)
     metric = unsmoothed(loss)
 
-    def loss_fn(params: Params, part: tuple[Batch, Tensor]) -> Tensor:
+    def loss_fn(params: Params, part: tuple[Any, ...]) -> Tensor:
         # Adapted with the learner's loss, measured with the unsmoothed one: the flag says which.
-        batch, measured = part
-        prediction = network.predict(params, batch.x)
+        batch, measured, *classes = part
+        prediction = network.predict(params, batch.x, None, *classes)
         return torch.where(measured, metric(prediction, batch.y).mean(), loss(prediction, batch.y).mean())
 
     flags = torch.ones(num_rounds, dtype=torch.bool, device=device)
-    tasks = ((support, ~flags), (query, flags))
+    by_class = network.num_classes is not None and played[0].classes is not None
+    classes = (torch.tensor([task.classes for task in played], device=device),) if by_class else ()
+    tasks = ((support, ~flags, *classes), (query, flags, *classes))
 
     def objective(params: Params) -> tuple[Tensor, Params]:
         return meta_gradient(loss_fn, params, *tasks, inner_lr, inner_steps, chunk=chunk, only=only)

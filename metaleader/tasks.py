@@ -30,6 +30,20 @@ class Batch(NamedTuple):
     y: Tree
 
 
+class ClassBatch(NamedTuple):
+    """Datapoints of one n-way task, for a network that has an output for each global class.
+
+    Attributes:
+        x: inputs.
+        y: labels, positions in `classes`.
+        classes: (n,) the global class behind each label.
+    """
+
+    x: Tree
+    y: Tree
+    classes: Tensor
+
+
 @dataclass(frozen=True)
 class Task:
     """One task of a stream: what is revealed of it, and what is held out to measure on.

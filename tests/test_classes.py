@@ -78,6 +78,7 @@ def test_a_drawn_task_has_distinct_classes_shuffled_labels_and_disjoint_sets():
                 assert sorted(batch.y[task].tolist()) == sorted([0, 1, 2] * each)
                 for image, label in zip(batch.x[task, :, 0].tolist(), batch.y[task].tolist(), strict=True):
                     by_label[label].add(10 + int(image) % 7)
+                    assert draw.classes[step, task, label] == 10 + int(image) % 7
             assert all(len(classes) == 1 for classes in by_label.values())
             assert len(set.union(*by_label.values())) == 3
             seen = support.x[task, :, 0].tolist() + query.x[task, :, 0].tolist()
@@ -153,6 +154,7 @@ def test_past_and_current():
     label_of = {1: 0, 2: 1, 5: 1}
     images, labels = buffer.gather(current)[1]
     assert set(images.unique().tolist()) == {1.0, 2.0, 5.0}
+    assert current.classes.unique(dim=0).tolist() == [[[1, 2], [1, 2]]]
     assert all(label_of[int(i)] == int(y) for i, y in zip(images.flatten(), labels.flatten(), strict=True))
 
 

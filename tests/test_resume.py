@@ -76,7 +76,7 @@ class Snapshots:
 
 
 @pytest.mark.parametrize(
-    ("preset", "methods", "seeds"), [("tiny", ("ftl", "toe"), 2), ("tiny-nway", ("ftml", "scratch"), 1)]
+    ("preset", "methods", "seeds"), [("tiny", ("ftl", "toe"), 2), ("tiny-nway", ("ftml", "scratch", "toe"), 1)]
 )
 def test_after_a_stop_at_any_write_step_the_result_is_the_same(preset, methods, seeds, presets, tmp_path):
     folder = tmp_path / "whole"

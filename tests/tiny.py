@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from metaleader import losses
-from metaleader.learners import FTML, Scratch
+from metaleader import losses, models
+from metaleader.learners import FTML, TOE, Scratch
 from metaleader.presets import Preset, sinusoid
 from metaleader.store import load_tree
 from metaleader.streams import Labelled, NWayStream, SinusoidStream
@@ -35,6 +35,11 @@ def tiny(schedule="standard") -> Preset:
     )
 
 
+def chooser():
+    norm = nn.BatchNorm1d(8, track_running_stats=False)
+    return nn.Sequential(nn.Linear(4, 8), norm, nn.ReLU(), nn.Linear(8, 7), models.TaskLogits(7))
+
+
 def tiny_nway(schedule="standard") -> Preset:
     """3-way tasks whose images come again, batch norm, and fewer reveals than a task has data for."""
     draw = np.random.default_rng(0)
@@ -50,6 +55,7 @@ def tiny_nway(schedule="standard") -> Preset:
         loss=functools.partial(losses.cross_entropy, smoothing=0.1),
         methods={
             "ftml": functools.partial(FTML, **ways, support=3, optimizer="sgd", meta_lr=[(0, 0.1), (9, 0.01)]),
+            "toe": lambda model, loss, **more: TOE(chooser, loss, **ways, **more),
             "scratch": functools.partial(Scratch, **ways),
         },
         tasks=5,

@@ -26,7 +26,7 @@ from metaleader.network import Network, Statistics, scale_uint8
 from metaleader.objective import Adaptation, Objective
 from metaleader.precision import convolutions_as_matmul
 from metaleader.store import load_tree, save_tree
-from metaleader.tasks import Batch, Tree, check_alike, check_batch, num_rows, rng, to_device
+from metaleader.tasks import Batch, ClassBatch, Tree, check_alike, check_batch, num_rows, rng, to_device
 
 _FILE, _FILE_VERSION = "metaleader-learner", 1
 # The callables among the hyperparameters: they are not saved, and must be passed again to `load`.
@@ -153,7 +153,7 @@ class Learner(ABC):
             buffer = self._buffer
             if not isinstance(buffer, ClassBuffer):
                 buffer = ClassBuffer(self.device, buffer.weights)
-            buffer.begin(str(name), classes)
+            buffer.begin(str(name), classes, self._network.num_classes)
             self._buffer = buffer
         self.round += 1
         self.task = str(name)
@@ -215,7 +215,7 @@ class Learner(ABC):
             statistics: what batch norm divides by: "task" takes D_t's statistics, so that a prediction does not depend
                 on the rows beside it; "batch" those of the rows it is called on, as in the paper.
         """
-        data = self._buffer.current() if self.task is not None else None
+        data, classes = self._buffer.current() if self.task is not None else None, self._classes()
         procedure = self._adaptation()
         several = isinstance(steps, Sequence)
         default = 0 if procedure is None else procedure.steps
@@ -231,14 +231,16 @@ class Learner(ABC):
                     params = adapt(
                         self._network.loss_fn,
                         params,
-                        data,
+                        data if classes is None else ClassBatch(*data, classes),
                         procedure.lr,
                         number - done,
                         only=procedure.only,
                         noise=noise,
                     )
                 done = number
-            nets[number] = self._network.adapted(params, data, statistics, like=self._buffer.store.data)
+            nets[number] = self._network.adapted(
+                params, data, statistics, like=self._buffer.store.data, classes=classes
+            )
         chosen = [nets[number] for number in wanted]
         return chosen if several else chosen[0]
 
@@ -359,6 +361,19 @@ class Learner(ABC):
 
     def _num_updates(self, meta_steps: int) -> int:
         return meta_steps
+
+    def _gather(self, draw: Draw) -> tuple[Batch | ClassBatch, Batch | ClassBatch]:
+        """Support and query batches of one step's draw, with the tasks' classes where the network chooses by them."""
+        support, query = self._buffer.gather(draw)
+        if self._network.num_classes is None or draw.classes is None:
+            return support, query
+        return ClassBatch(*support, draw.classes), ClassBatch(*query, draw.classes)
+
+    def _classes(self) -> Tensor | None:
+        """The classes of the open task, where the network chooses by them."""
+        if self._network.num_classes is None or not isinstance(self._buffer, ClassBuffer):
+            return None
+        return torch.tensor(self._buffer.ways, device=self.device)
 
     def _where(self) -> str:
         return f"round {self.round} (task {self.task!r}, {self.num_datapoints} datapoints)"

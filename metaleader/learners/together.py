@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from metaleader.buffer import Draw
-from metaleader.tasks import Tree
+from metaleader.tasks import ClassBatch, Tree
 
 # Updates whose datapoints are gathered at once.
 _GATHERED = 10
@@ -53,7 +53,7 @@ def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Dr
     for i, number in enumerate(numbers):
         if i % _GATHERED == 0:
             part = slice(i, i + _GATHERED)
-            pairs = [learner._buffer.gather(draw.at(part)) for learner, draw in zip(learners, draws, strict=True)]
+            pairs = [learner._gather(draw.at(part)) for learner, draw in zip(learners, draws, strict=True)]
             support, query = _stack([pair[0] for pair in pairs]), _stack([pair[1] for pair in pairs])
         at = lambda leaf: leaf[:, i % _GATHERED]  # noqa: B023, E731
         params = _stack([learner.params for learner in learners])
@@ -88,7 +88,11 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
     if lead._network.has_dropout or data[0] is None:
         return None
     params = _stack([learner.params for learner in learners])
-    return lead._engine.predictions(lead._network, lead._adaptation(), steps, params, _stack(data), _stack(list(xs)))
+    classes = [learner._classes() for learner in learners]
+    chosen = None if classes[0] is None else _stack(classes)
+    seen = _stack(data)
+    seen = seen if chosen is None else ClassBatch(seen.x, seen.y, chosen)
+    return lead._engine.predictions(lead._network, lead._adaptation(), steps, params, seen, _stack(list(xs)), chosen)
 
 
 def _stack(trees: list[Any]) -> Any:
