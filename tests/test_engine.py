@@ -462,5 +462,5 @@ def test_memory_hardly_grows_with_the_inner_steps(cuda: torch.device) -> None:
     work = bench.Work(functools.partial(ml.models.conv_net, CLASSES, 32, 3, 16, 3), (3, 32, 32), CLASSES, 40, 40)
     found = bench.measure_memory(work, cuda)
     assert found["eager"]["ratio"] <= 1.5
+    assert found["kept"]["ratio"] <= 1.5, "beyond five inner steps, a chain keeps nothing but parameters"
     assert found["recomputed"]["ratio"] <= 1.5
-    assert found["kept"]["ratio"] > found["recomputed"]["ratio"], "keeping linearisations must show"
