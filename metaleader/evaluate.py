@@ -160,8 +160,8 @@ def preload(learner: Any, stream: TaskStream | Sequence[Task], tasks: int, datap
 def measure_together(
     learners: Sequence[Any], tests: Sequence[Batch], metric: Loss, steps: Sequence[int] = (ADAPTATION_STEPS,)
 ) -> list[dict[str, float]]:
-    """What `measure` finds of learners of one shape, as one program where the learners are the library's own."""
-    own = all(isinstance(learner, Learner) for learner in learners)
+    """What `measure` finds of learners of one shape, as one program where the learners adapt the library's way."""
+    own = all(isinstance(learner, Learner) and type(learner).adapt is Learner.adapt for learner in learners)
     predictions = predict_together(learners, [test.x for test in tests], steps) if own else None
     if predictions is None:
         return [measure(learner, test, metric, steps) for learner, test in zip(learners, tests, strict=True)]
