@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.inner import Params, inner_gradient, inner_step, scalar_loss, split, step_sizes
+from metaleader.machine import cache_folder
 from metaleader.objective import Objective
 from metaleader.precision import tf32
 
@@ -152,7 +154,11 @@ def _count(tensor: Tensor) -> Tensor:
 
 
 def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for fixed shapes, in one piece."""
+    """Compile a function for fixed shapes, in one piece; what is compiled is kept in the project's cache."""
+    with contextlib.suppress(OSError):
+        folder = cache_folder() / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from metaleader.download import DataFile, Progress, download, megabytes
+from metaleader.machine import cache_folder
 
 Folder = str | os.PathLike[str] | None
 
@@ -105,11 +106,9 @@ class Status:
 
 
 def data_folder(data: Folder = None) -> Path:
-    """The folder with the data sets: the one given, or METALEADER_DATA, or metaleader/data in the user's cache."""
+    """The folder with the data sets: the one given, or METALEADER_DATA, or the one in the project's cache."""
     chosen = data or os.environ.get("METALEADER_DATA")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "metaleader" / "data"
+    return Path(chosen).expanduser() if chosen else cache_folder() / "data"
 
 
 def find(name: str, data: Folder = None) -> list[Path]:

@@ -239,10 +239,11 @@ class _Captured:
     """A program as one CUDA graph: inputs are copied in, outputs copied out."""
 
     def __init__(self, program: Callable[..., Any], inputs: tuple[Any, ...], pool: Any) -> None:
-        leaves, self._form = tree_flatten(inputs)
+        leaves, form = tree_flatten(inputs)
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._inputs = [leaf for leaf in static if isinstance(leaf, Tensor)]
-        given = tree_unflatten(static, self._form)
+        self._dtypes = {leaf.dtype for leaf in self._inputs}
+        given = tree_unflatten(static, form)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), compiling():
@@ -256,9 +257,13 @@ class _Captured:
         self._program = program
 
     def __call__(self, *inputs: Any) -> Any:
-        torch._foreach_copy_(self._inputs, _tensors(inputs))  # pyright: ignore[reportPrivateImportUsage]
+        # Of one dtype at a time, or torch copies them one by one.
+        for dtype in self._dtypes:
+            of = lambda leaves: [leaf for leaf in leaves if leaf.dtype == dtype]  # noqa: B023, E731
+            torch._foreach_copy_(of(self._inputs), of(_tensors(inputs)))  # pyright: ignore[reportPrivateImportUsage]
         self._graph.replay()
-        return tree_unflatten([leaf.clone() for leaf in self._outputs], self._out_form)
+        copies = torch._foreach_mul(self._outputs, 1)  # pyright: ignore[reportPrivateImportUsage]
+        return tree_unflatten(list(copies), self._out_form)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -1,14 +1,21 @@
-"""Where a run runs: the hardware, the versions, the commit of the package, the memory used."""
+"""Where a run runs: the hardware, the versions, the commit of the package, the memory used, the cache."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import resource
 import subprocess
 from pathlib import Path
 
 import torch
+
+
+def cache_folder() -> Path:
+    """What the project keeps between runs: METALEADER_CACHE, or metaleader's folder in the user's cache."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return Path(os.environ.get("METALEADER_CACHE") or base / "metaleader")
 
 
 def hardware(device: str) -> str:

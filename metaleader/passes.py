@@ -1,16 +1,25 @@
 """The four passes through a chain's convolutions, in torch's operations: for any device and dtype.
 
 Forward and backward give the gradient of one task's loss; their tangents in a direction of the parameters give the
-Hessian times that direction.
+Hessian times that direction. Batch norm and ReLU between two layers are written with a few factors a channel, so that
+each pass goes over its tensors few times; with y the output of the layer below, `away` = y - mean(y), `above` the
+gradient at ReLU's input, and means over the rows of a task:
+
+    a = relu(A away + shift)                             A = scale inverse,  inverse = 1 / deviation(y)
+    slope = A above + B away + D                         B = -A inverse mean(above scaled),  D = -A mean(above)
+
+(`scaled` = inverse away, `slope` the gradient at y), and in their tangents
+
+    a_dot = A y_dot + F away + (shift_dot - A mean(y_dot))        F = inverse (scale_dot - A mean(scaled y_dot))
+    slope_dot = A above_dot + F above + B y_dot + E away + R
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from metaleader.chain import Plan, columns_of
@@ -21,102 +30,120 @@ class _Saved:
     """What the passes at one theta leave behind, by layer; entry 0 of what batch norm concerns is unused."""
 
     columns: list[Tensor]
-    scaled: list[Tensor]
+    away: list[Tensor]
     inverse: list[Tensor]
     passed: list[Tensor]
-    above: list[Tensor]
-    slope: list[Tensor]
+    above: list[Tensor] = field(default_factory=list)
+    slope: list[Tensor] = field(default_factory=list)
+    factors: list[_Factors] = field(default_factory=list)
+
+
+class _Factors(NamedTuple):
+    """Of each channel: A and B, and the means of `above` and of `above scaled`."""
+
+    a: Tensor
+    b: Tensor
+    mean: Tensor
+    along: Tensor
+
+
+class _Moved(NamedTuple):
+    """The tangents of a layer's input: of its columns and of y; the means of y_dot and of `scaled y_dot`; F."""
+
+    columns: Tensor
+    y: Tensor
+    mean: Tensor
+    along: Tensor
+    f: Tensor
 
 
 class TorchPasses:
-    """The four passes through the convolutions in torch's operations, for any device and dtype.
-
-    `scaled` is (y - mean) / deviation of a layer's input y before batch norm, `passed` where ReLU lets it through,
-    `above` the gradient that arrives there, `slope` the gradient with respect to a layer's output.
-    """
+    """The four passes in torch's operations."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
     def forward(self, flat: Tensor, patches: Tensor) -> tuple[Tensor, _Saved]:
         """The last convolution's output, and what the other passes need."""
-        plan = self.plan
-        none = patches.new_empty(0)
-        saved = _Saved([patches], [none], [none], [none], [none], [])
+        plan, none = self.plan, patches.new_empty(0)
+        saved = _Saved([patches], [none], [none], [none])
         y = torch.bmm(patches, plan.weight(flat, 0))
         for i, layer in enumerate(plan.layers[1:], 1):
             scale, shift = plan.norm(flat, i)
-            centred = y - y.mean(1, keepdim=True)
-            inverse = torch.rsqrt((centred * centred).mean(1, keepdim=True) + layer.eps)
-            scaled = centred * inverse
-            z = scaled * scale + shift
-            saved.scaled.append(scaled)
+            away = y - y.mean(1, keepdim=True)
+            variance = torch.linalg.vector_norm(away, dim=1, keepdim=True).square() / y.shape[1]
+            inverse = torch.rsqrt(variance + layer.eps)
+            a = torch.addcmul(shift, away, scale * inverse).clamp_min_(0)
+            saved.columns.append(self._columns(a, i))
+            saved.away.append(away)
             saved.inverse.append(inverse)
-            saved.passed.append(z > 0)
-            saved.columns.append(self._columns(F.relu(z), i))
+            saved.passed.append(a > 0)
             y = torch.bmm(saved.columns[i], plan.weight(flat, i))
         return y, saved
 
     def backward(self, flat: Tensor, saved: _Saved, slope: Tensor) -> Tensor:
         """The gradient with respect to the flat parameters, given that with respect to the output."""
-        plan = self.plan
+        plan, none = self.plan, slope.new_empty(0)
+        layers = len(plan.layers)
+        saved.slope, saved.above = [slope] * layers, [none] * layers
+        saved.factors = [_Factors(none, none, none, none)] * layers
         parts: list[Tensor] = []
-        saved.slope = [slope]
-        for i in reversed(range(1, len(plan.layers))):
-            scale, _ = plan.norm(flat, i)
-            parts.insert(0, torch.bmm(saved.columns[i].mT, slope).flatten(1))
-            above = self._images(torch.bmm(slope, plan.weight(flat, i).mT), i) * saved.passed[i]
-            scaled = saved.scaled[i]
-            along = (above * scaled).sum(1, keepdim=True)
-            total = above.sum(1, keepdim=True)
-            parts.insert(0, torch.cat([along, total], 2).flatten(1))
-            rows = above.shape[1]
-            slope = scale * saved.inverse[i] * (above - total / rows - scaled * (along / rows))
-            saved.above.insert(1, above)
-            saved.slope.insert(0, slope)
-        parts.insert(0, torch.bmm(saved.columns[0].mT, slope).flatten(1))
-        return torch.cat(parts, 1)[:, None]
+        for i in reversed(range(1, layers)):
+            parts.append(torch.bmm(saved.columns[i].mT, slope).flatten(1))
+            above = self._images(torch.bmm(slope, plan.weight(flat, i).mT), i).mul_(saved.passed[i])
+            inverse, rows = saved.inverse[i], above.shape[1]
+            mean, along = above.mean(1, keepdim=True), (above * saved.away[i]).mean(1, keepdim=True) * inverse
+            parts.append(torch.cat([along, mean], 2).flatten(1) * rows)
+            a = plan.norm(flat, i)[0] * inverse
+            b = -a * inverse * along
+            slope = torch.addcmul(-a * mean, above, a).addcmul_(saved.away[i], b)
+            saved.above[i], saved.slope[i - 1], saved.factors[i] = above, slope, _Factors(a, b, mean, along)
+        parts.append(torch.bmm(saved.columns[0].mT, slope).flatten(1))
+        return torch.cat(parts[::-1], 1)[:, None]
 
-    def forward_tangent(self, flat: Tensor, saved: _Saved, v: Tensor) -> tuple[Tensor, Any]:
+    def forward_tangent(self, flat: Tensor, saved: _Saved, v: Tensor) -> tuple[Tensor, list[_Moved]]:
         """The tangent of `forward` in direction v of the parameters."""
         plan = self.plan
-        moved: list[tuple[Tensor, Tensor, Tensor]] = []
-        dot = torch.bmm(saved.columns[0], plan.weight(v, 0))
+        moved: list[_Moved] = []
+        y_dot = torch.bmm(saved.columns[0], plan.weight(v, 0))
         for i in range(1, len(plan.layers)):
-            (scale, _), (scale_dot, shift_dot) = plan.norm(flat, i), plan.norm(v, i)
-            scaled, inverse = saved.scaled[i], saved.inverse[i]
-            centred = dot - dot.mean(1, keepdim=True)
-            along = (scaled * dot).mean(1, keepdim=True)
-            scaled_dot = inverse * (centred - scaled * along)
-            a_dot = (scale_dot * scaled + scale * scaled_dot + shift_dot) * saved.passed[i]
-            columns_dot = self._columns(a_dot, i)
-            moved.append((columns_dot, scaled_dot, along))
-            dot = torch.bmm(columns_dot, plan.weight(flat, i)) + torch.bmm(saved.columns[i], plan.weight(v, i))
-        return dot, moved
+            (scale_dot, shift_dot), inverse, away = plan.norm(v, i), saved.inverse[i], saved.away[i]
+            mean, along = y_dot.mean(1, keepdim=True), (y_dot * away).mean(1, keepdim=True) * inverse
+            a = saved.factors[i].a
+            f = inverse * (scale_dot - a * along)
+            a_dot = torch.addcmul(shift_dot - a * mean, y_dot, a).addcmul_(away, f).mul_(saved.passed[i])
+            columns = self._columns(a_dot, i)
+            moved.append(_Moved(columns, y_dot, mean, along, f))
+            y_dot = torch.bmm(columns, plan.weight(flat, i)).baddbmm_(saved.columns[i], plan.weight(v, i))
+        return y_dot, moved
 
-    def backward_tangent(self, flat: Tensor, saved: _Saved, v: Tensor, moved: Any, slope_dot: Tensor) -> Tensor:
+    def backward_tangent(
+        self, flat: Tensor, saved: _Saved, v: Tensor, moved: list[_Moved], slope_dot: Tensor
+    ) -> Tensor:
         """The tangent of `backward`: the Hessian times v, given the tangent of the slope at the output."""
         plan = self.plan
         parts: list[Tensor] = []
         for i in reversed(range(1, len(plan.layers))):
-            (scale, _), (scale_dot, _) = plan.norm(flat, i), plan.norm(v, i)
-            columns_dot, scaled_dot, along_dot = moved[i - 1]
-            slope, scaled, inverse, above = saved.slope[i], saved.scaled[i], saved.inverse[i], saved.above[i]
-            product = torch.bmm(columns_dot.mT, slope) + torch.bmm(saved.columns[i].mT, slope_dot)
-            parts.insert(0, product.flatten(1))
-            both = torch.bmm(slope_dot, plan.weight(flat, i).mT) + torch.bmm(slope, plan.weight(v, i).mT)
-            above_dot = self._images(both, i) * saved.passed[i]
-            rows = above.shape[1]
-            total, along = above.sum(1, keepdim=True), (above * scaled).sum(1, keepdim=True)
-            total_dot = above_dot.sum(1, keepdim=True)
-            around = (above_dot * scaled + above * scaled_dot).sum(1, keepdim=True)
-            parts.insert(0, torch.cat([around, total_dot], 2).flatten(1))
-            inner = above - total / rows - scaled * (along / rows)
-            inner_dot = above_dot - total_dot / rows - scaled_dot * (along / rows) - scaled * (around / rows)
-            factor_dot = scale_dot * inverse - scale * inverse * inverse * along_dot
-            slope_dot = factor_dot * inner + scale * inverse * inner_dot
-        parts.insert(0, torch.bmm(saved.columns[0].mT, slope_dot).flatten(1))
-        return torch.cat(parts, 1)[:, None]
+            dot, (a, b, mean, along) = moved[i - 1], saved.factors[i]
+            slope, away, inverse, above = saved.slope[i], saved.away[i], saved.inverse[i], saved.above[i]
+            product = torch.bmm(dot.columns.mT, slope).baddbmm_(saved.columns[i].mT, slope_dot)
+            parts.append(product.flatten(1))
+            both = torch.bmm(slope_dot, plan.weight(flat, i).mT).baddbmm_(slope, plan.weight(v, i).mT)
+            above_dot = self._images(both, i).mul_(saved.passed[i])
+            mean_dot = above_dot.mean(1, keepdim=True)
+            # mean(above_dot scaled + above scaled_dot), with scaled_dot = inverse (y_dot - mean - scaled along)
+            around = (above_dot * away).add_(above * dot.y).mean(1, keepdim=True)
+            around = inverse * (around - mean * dot.mean - along * dot.along)
+            parts.append(torch.cat([around, mean_dot], 2).flatten(1) * above.shape[1])
+            e = inverse * (a * (inverse * along * dot.along - around) - dot.f * along)
+            r = a * (inverse * along * dot.mean - mean_dot) - dot.f * mean
+            slope_dot = torch.addcmul(r, above_dot, a).addcmul_(above, dot.f).addcmul_(dot.y, b).addcmul_(away, e)
+        parts.append(torch.bmm(saved.columns[0].mT, slope_dot).flatten(1))
+        return torch.cat(parts[::-1], 1)[:, None]
+
+    def descend(self, base: Tensor, parts: Tensor, rates: Tensor | None) -> Tensor:
+        """Subtract the parts, times step sizes if there are any."""
+        return base - parts[:, 0] if rates is None else torch.addcmul(base, parts[:, 0], rates, value=-1)
 
     def _columns(self, a: Tensor, i: int) -> Tensor:
         return columns_of(a.unflatten(1, (-1, *self.plan.sizes[i])), self.plan.layers[i])
@@ -131,7 +158,3 @@ class TorchPasses:
             for x in range(k):
                 out[:, :, y : y + s * out_high : s, x : x + s * out_wide : s] += taps[:, :, :, :, y, x]
         return out[:, :, pad : pad + high, pad : pad + wide].flatten(1, 3)
-
-    def descend(self, base: Tensor, parts: Tensor, rates: Tensor | None) -> Tensor:
-        """Subtract the parts, times step sizes if there are any."""
-        return base - parts[:, 0] if rates is None else base - rates * parts[:, 0]

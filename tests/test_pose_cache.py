@@ -10,8 +10,9 @@ import zlib
 import numpy as np
 import pytest
 
+from metaleader.machine import cache_folder
 from metaleader.streams import pose_cache
-from metaleader.streams.pose_cache import claim_view, default_cache, read_view, write_view
+from metaleader.streams.pose_cache import claim_view, read_view, write_view
 
 # The module alone, without the package around it: a process that imports torch takes seconds to start.
 PRELUDE = f"""
@@ -220,7 +221,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, step):
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("METALEADER_CACHE", str(tmp_path))
-    assert default_cache() == tmp_path
+    assert cache_folder() == tmp_path
     monkeypatch.delenv("METALEADER_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache() == tmp_path / ".cache" / "metaleader"
+    assert cache_folder() == tmp_path / ".cache" / "metaleader"

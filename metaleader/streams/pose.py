@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from metaleader.data import Folder
-from metaleader.streams.pose_cache import claim_view, default_cache, read_view, write_view
+from metaleader.machine import cache_folder
+from metaleader.streams.pose_cache import claim_view, read_view, write_view
 from metaleader.streams.pose_camera import Camera, View, draw_labels, draw_view
 from metaleader.streams.pose_objects import Objects, builtin_objects, pascal3d_objects
 from metaleader.streams.pose_scene import SCENE_VERSION, Scene, check_visible, colour_of, view_camera
@@ -119,7 +120,7 @@ class PoseStream:
     @cached_property
     def folder(self) -> Path:
         """Where the images of this stream are kept: named after all that determines them."""
-        return Path(self.cache or default_cache()) / f"pose-{self._key}"
+        return Path(self.cache or cache_folder()) / f"pose-{self._key}"
 
     @cached_property
     def _collection(self) -> Objects:

@@ -22,11 +22,6 @@ import numpy as np
 FORMAT = "metaleader pose view 1"
 
 
-def default_cache() -> Path:
-    """The folder that caches are kept in: METALEADER_CACHE, or metaleader's folder in ~/.cache."""
-    return Path(os.environ.get("METALEADER_CACHE") or Path.home() / ".cache" / "metaleader")
-
-
 def read_view(path: Path, key: str, num: int, size: int) -> np.ndarray:
     """The images (num, 3, size, size), uint8, of a view.
 
