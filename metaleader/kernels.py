@@ -341,7 +341,7 @@ def _weight(
     if not TOP:
         sums = GDSTATS if TANGENT else GSTATS
         here = tl.where(part == 0, rows * 1.0, 0.0)
-        first = (group == 0) & (o < COUT)
+        first = o < tl.where(group == 0, COUT, 0)
         tl.store(out + above_at + o, tl.load(sums + b * 2 * COUT + COUT + o) * here, mask=first)
         tl.store(out + above_at + COUT + o, tl.load(sums + b * 2 * COUT + o) * here, mask=first)
 

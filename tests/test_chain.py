@@ -1,0 +1,270 @@
+"""A chain's gradient by hand, against autograd through every step; its kernels, against its passes in torch."""
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from torch import Tensor, nn
+
+import metaleader as ml
+from metaleader.chain import ChainGradient, Plan, find_chain
+from metaleader.engine import Engine, Mode
+from metaleader.inner import adapt, moving_names
+from metaleader.learners import update_together
+from metaleader.network import Network
+from metaleader.objective import Objective
+from metaleader.passes import TorchPasses
+from metaleader.tasks import Batch
+
+TASKS, IMAGES, SIZE = 3, 4, (9, 7)
+
+
+def conv_net() -> nn.Module:
+    """Three convolutions of different kinds, with a bias that batch norm takes out, and a head with batch norm."""
+    return nn.Sequential(
+        nn.Conv2d(2, 5, 3, stride=2, padding=1),
+        nn.BatchNorm2d(5, track_running_stats=False),
+        nn.ReLU(),
+        nn.Conv2d(5, 4, 5, padding=2, bias=False),
+        nn.BatchNorm2d(4, track_running_stats=False, eps=1e-3),
+        nn.ReLU(),
+        nn.Conv2d(4, 6, 2, stride=3, padding=1),
+        nn.BatchNorm2d(6, track_running_stats=False),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(24, 8),
+        nn.BatchNorm1d(8, track_running_stats=False),
+        nn.Tanh(),
+        nn.Linear(8, 3),
+    ).double()
+
+
+def pose_net() -> nn.Module:
+    return ml.models.pose_net(3, 2, 4, (2, 1), (5,)).double()
+
+
+def work(model: nn.Module, **options: Any) -> tuple[ChainGradient, Objective, Any, Batch, Batch]:
+    """A chain's gradient, and what to call it with: two replicas with parameters of their own."""
+    network = Network(model, ml.losses.cross_entropy)
+    chain = find_chain(network)
+    assert chain is not None
+    objective = Objective(network, **({"inner_lr": 0.3, "inner_steps": 3} | options))
+    params = {
+        name: torch.stack([value + 0.1 * oracles.normal(f"{name} {r}", *value.shape) for r in range(2)])
+        for name, value in network.params().items()
+    }
+    x, y = (2, TASKS, IMAGES, 2, *SIZE), (2, TASKS, IMAGES)
+    support, query = (Batch(oracles.normal(name, *x), oracles.labels(name, 3, *y)) for name in ("support", "query"))
+    program = ChainGradient(chain, objective, TorchPasses(Plan(chain.layers, SIZE)), compiled=False)
+    return program, objective, params, support, query
+
+
+RATES = {name: 0.1 + 0.02 * i for i, (name, _) in enumerate(conv_net().named_parameters())}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all layers": {},
+    "last layer": {"only": "last"},
+    "convolutions alone": {"only": "3.*"},
+    "a step size a tensor": {"inner_lr": RATES},
+    "no inner steps": {"inner_steps": 0},
+    "chunks of two": {"chunk": 2},
+    "more steps than are kept": {"inner_steps": 7, "inner_lr": 0.1},
+    "soft-argmax": {"model": pose_net},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_gradient_equals_autograd_through_every_step(options: dict[str, Any]) -> None:
+    options = dict(options)
+    program, objective, params, support, query = work(options.pop("model", conv_net)(), **options)
+    losses, found = program(params, support, query)
+    moving = moving_names(program.chain.names, objective.only)
+    for r in range(2):
+        own = {name: value[r] for name, value in params.items()}
+        loss, expected, _ = oracles.unrolled(
+            objective.loss_fn,
+            own,
+            Batch(support.x[r], support.y[r]),
+            Batch(query.x[r], query.y[r]),
+            options.get("inner_lr", 0.3),
+            objective.inner_steps,
+            moving,
+        )
+        torch.testing.assert_close(losses[r], loss, rtol=1e-10, atol=1e-12)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name][r], value, rtol=1e-8, atol=1e-11, msg=name)
+            assert found[name].is_contiguous(), "a fused optimiser takes no other"
+
+
+def test_first_order_is_the_query_gradient_at_the_adapted_parameters() -> None:
+    program, objective, params, support, query = work(conv_net(), first_order=True)
+    _, found = program(params, support, query)
+    _, expected = objective.gradient(
+        {n: v[1] for n, v in params.items()}, Batch(support.x[1], support.y[1]), Batch(query.x[1], query.y[1]), None
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name][1], value, rtol=1e-8, atol=1e-11, msg=name)
+
+
+def test_adapted_parameters_are_those_of_adapt() -> None:
+    program, objective, params, support, _ = work(conv_net(), only="1*")
+    data = Batch(support.x[:, 0], support.y[:, 0])
+    found = program.adapted(params, data, (0, 2, 3))
+    for steps in (0, 2, 3):
+        for r in range(2):
+            own, batch = {name: value[r] for name, value in params.items()}, Batch(data.x[r], data.y[r])
+            expected = adapt(objective.loss_fn, own, batch, 0.3, steps, only="1*")
+            for name, value in expected.items():
+                torch.testing.assert_close(found[steps][name][r], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def block(groups: int = 1, stride: int | tuple[int, int] = 1) -> list[nn.Module]:
+    return [nn.Conv2d(2, 4, 3, stride, groups=groups), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()]
+
+
+def tied() -> nn.Module:
+    conv, norm, relu = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()
+    return nn.Sequential(*block(), conv, norm, relu, conv, norm, relu, nn.Flatten(), nn.LazyLinear(3))
+
+
+NO_CHAIN: dict[str, Callable[[], nn.Module]] = {
+    "no convolution": lambda: nn.Sequential(nn.Flatten(), nn.Linear(126, 3)),
+    "not a sequence": lambda: nn.Sequential(nn.Sequential(*block()), nn.Flatten(), nn.LazyLinear(3)),
+    "dropout": lambda: nn.Sequential(*block(), nn.Dropout(0.5), nn.Flatten(), nn.LazyLinear(3)),
+    "groups": lambda: nn.Sequential(*block(groups=2), nn.Flatten(), nn.LazyLinear(3)),
+    "unequal strides": lambda: nn.Sequential(*block(stride=(1, 2)), nn.Flatten(), nn.LazyLinear(3)),
+    "a layer used twice": tied,
+    "no scale": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, affine=False, track_running_stats=False), nn.ReLU(), nn.Flatten(),
+        nn.LazyLinear(3),
+    ),
+    "no batch norm": lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", NO_CHAIN.values(), ids=NO_CHAIN.keys())
+def test_other_networks_are_no_chains(model: Callable[[], nn.Module]) -> None:
+    module = model()
+    module(torch.zeros(2, 2, *SIZE))
+    assert find_chain(Network(module, ml.losses.cross_entropy)) is None
+
+
+def test_a_users_blocks_are_found_and_the_rest_is_the_head() -> None:
+    chain = find_chain(Network(conv_net(), ml.losses.cross_entropy))
+    assert chain is not None
+    assert [layer.weight for layer in chain.layers] == ["0.weight", "3.weight", "6.weight"]
+    assert chain.silent == ("0.bias", "6.bias")
+    assert chain.head_names[:2] == ["7.weight", "7.bias"]
+
+
+def test_flat_parameters_come_back() -> None:
+    program, _, params, _, _ = work(conv_net())
+    plan = program.plan
+    for name, value in plan.unflatten(plan.flatten(params)).items():
+        assert torch.equal(value, params[name]), name
+
+
+# The kernels, run by Triton's interpreter where there is no GPU.
+
+KERNELS = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import test_chain
+from metaleader.kernels import TritonPasses
+for model, size in test_chain.SHAPES:
+    test_chain.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[2]))
+print("all agree")
+"""
+SHAPES: list[tuple[Callable[[], nn.Module], tuple[int, int]]] = [
+    (functools.partial(ml.models.conv_net, 3, 9, 3, filters=32, layers=3), (9, 9)),
+    (functools.partial(ml.models.pose_net, filters=16, strides=(2, 2, 1)), (13, 11)),
+]
+
+
+def compare_passes(model: nn.Module, size: tuple[int, int], make: Any, device: torch.device, images: int = 3) -> None:
+    """Every pass of the kernels in float32 against torch's operations in float64."""
+    chain = find_chain(Network(model, ml.losses.squared_error))
+    assert chain is not None
+    plan = Plan(chain.layers, size)
+    slow, fast = TorchPasses(plan), make(plan)
+    assert fast.takes(plan)
+    spread = lambda name, *shape: oracles.normal(name, *shape, dtype=torch.float32).to(device)  # noqa: E731
+    names = {name: value[None].to(device) for name, value in chain.network.params().items()}
+    flat = plan.flatten(names) + 0.1 * spread("flat", 2, plan.total)
+    v, x = 0.1 * spread("v", 2, plan.total), spread("x", 2, images, chain.layers[0].channels, *size)
+
+    def run(passes: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+        theta, direction, patches = flat.to(dtype), v.to(dtype), plan.patches(x.to(dtype))
+        y, saved = passes.forward(theta, patches)
+        slope, slope_dot = (spread(name, *y.shape).to(dtype) for name in ("slope", "slope_dot"))
+        parts = passes.backward(theta, saved, slope)
+        y_dot, moved = passes.forward_tangent(theta, saved, direction)
+        product = passes.backward_tangent(theta, saved, direction, moved, slope_dot)
+        down = passes.descend(theta, parts, direction[0])
+        return {"y": y, "gradient": parts.sum(1), "y_dot": y_dot, "product": product.sum(1), "descend": down}
+
+    found, expected = run(fast, torch.float32), run(slow, torch.float64)
+    for name, value in expected.items():
+        error = float((found[name].double() - value).norm() / value.norm())
+        assert error < 5e-6, f"{name} is off by {error:.1e}"
+
+
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="Triton is missing: its interpreter cannot be used")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", KERNELS, str(Path(__file__).parent), "cpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "all agree\n", done.stderr
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("images", [3, 40])
+def test_kernels_on_the_gpu(images: int, cuda: torch.device) -> None:
+    from metaleader.kernels import TritonPasses
+
+    for model, size in [*SHAPES, (functools.partial(ml.models.conv_net, 10), (28, 28)), (ml.models.pose_net, (64, 64))]:
+        compare_passes(model().to(cuda), size, TritonPasses, cuda, images)
+
+
+def learners(engine: Engine, device: torch.device, seeds: int = 2) -> list[ml.Learner]:
+    found = []
+    for seed in range(seeds):
+        model = functools.partial(ml.models.conv_net, 3, 12, 3, filters=16, layers=3)
+        loss = functools.partial(ml.losses.cross_entropy, smoothing=0.1)
+        one = ml.FTML(model, loss, support=5, query=5, tasks_per_step=6, seed=seed, device=device, engine=engine)
+        for t in range(4):
+            one.begin(f"task {t}")
+            x = (oracles.normal(f"chain {seed} {t}", 12, 3, 12, 12, dtype=torch.float32) * 255).byte()
+            one.observe(x, oracles.labels(f"chain {seed} {t}", 3, 12), update=False)
+        found.append(one)
+    return found
+
+
+@pytest.mark.gpu
+def test_gpu_runs_repeat_bit_for_bit_and_agree_with_the_cpu(cuda: torch.device) -> None:
+    runs = []
+    modes: list[tuple[Mode, torch.device]] = [("captured", cuda), ("captured", cuda), ("eager", cuda)]
+    for mode, device in [*modes, ("eager", torch.device("cpu"))]:
+        engine = Engine(mode, device=device)
+        run = learners(engine, device)
+        update_together(run, 4)
+        assert engine.mode == mode, "the engine fell back"
+        runs.append(run)
+    for first, again, eager, slow in zip(*runs, strict=True):
+        for name, value in first.params.items():
+            assert torch.equal(again.params[name], value), name
+            torch.testing.assert_close(eager.params[name], value, rtol=1e-3, atol=2e-4)
+            torch.testing.assert_close(slow.params[name], value.cpu(), rtol=1e-3, atol=2e-4)
