@@ -373,9 +373,8 @@ class _Saved:
 class TritonPasses:
     """The four passes on a GPU, in float32."""
 
-    def __init__(self, plan: Plan, chunks: int = 4) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.chunks = chunks
         self._counts: dict[int, Tensor] = {}
 
     @staticmethod
@@ -445,7 +444,7 @@ class TritonPasses:
         self, flat: Tensor, v: Tensor, saved: _Saved, slope: Tensor, moved: _Saved | None, slope_dot: Tensor
     ) -> Tensor:
         top = len(self.plan.layers) - 1
-        parts = flat.new_empty(len(flat), self.chunks, self.plan.total)
+        parts = flat.new_empty(len(flat), _chunks(len(flat), saved.y[0].shape[1]), self.plan.total)
         # Gradients at the layer at hand with their statistics, and their tangents with theirs; at the top, the slope.
         above = (slope.contiguous(), slope)
         above_dot = (slope_dot.contiguous(), slope_dot) if moved else above
@@ -479,10 +478,11 @@ class TritonPasses:
         x, rows = self._inputs(i, saved, moved), saved.y[i].shape[1]
         block, depth, warps, stages = _weight_tile(layer.filters, layer.channels, first, moved is not None)
         groups = triton.cdiv(self.plan.inputs[i], depth)
-        chunk = triton.cdiv(triton.cdiv(rows, self.chunks), block) * block
-        _weight[(groups * self.chunks, len(parts))](
+        chunks = parts.shape[1]
+        chunk = triton.cdiv(triton.cdiv(rows, chunks), block) * block
+        _weight[(groups * chunks, len(parts))](
             *x, *slopes, parts,
-            rows, x[0].shape[1], groups, chunk, self.chunks, self.plan.total, self._norm_at(i),
+            rows, x[0].shape[1], groups, chunk, chunks, self.plan.total, self._norm_at(i),
             0 if top else self._norm_at(i + 1), self.plan.starts[i], high, wide, out_high, out_wide,
             CIN=self.plan.inputs[0] if first else layer.channels, COUT=layer.filters, K=1 if first else layer.kernel,
             S=layer.stride, PAD=layer.padding, BM=block, BK=depth, FIRST=first, TOP=top, TANGENT=moved is not None,
@@ -581,6 +581,11 @@ def _block(rows: int, channels: int) -> int:
     while rows > 512 * block and block < 128:
         block *= 2
     return block
+
+
+def _chunks(tasks: int, rows: int) -> int:
+    """The parts that rows are divided into for the weights' gradients: many where few tasks have many rows."""
+    return 4 if tasks >= 16 else min(64, max(4, rows // 1024))
 
 
 def _precision() -> str:
