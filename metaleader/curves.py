@@ -23,6 +23,10 @@ STYLES: dict[str, tuple[str, str, str, tuple[float, ...]]] = {
     "ftl": ("FTL", "#E69F00", "^", (7, 1.5, 1.5, 1.5)),
     "toe": ("TOE", "#009E73", "D", (1.5, 1.5)),
     "scratch": ("from scratch", "#CC79A7", "v", (3, 2)),
+    "ftml-first": ("FTML, first order", "#003E63", "h", (9, 2)),
+    "ftl-matched": ("FTL, matched compute", "#8C5A00", "<", (7, 1, 1, 1)),
+    "toe-matched": ("TOE, matched compute", "#00543D", "d", (1, 1)),
+    "scratch-long": ("from scratch, long", "#7A3E62", ">", (3, 1)),
 }
 _OTHERS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("#D55E00", "P", (9, 2)),

@@ -78,7 +78,7 @@ def checked(experiment: Experiment) -> tuple[Experiment, Preset]:
     _check_names("preset", [experiment.preset], PRESETS)
     preset = PRESETS[experiment.preset](experiment.schedule)
     methods = tuple(preset.methods) if experiment.methods is None else experiment.methods
-    _check_names("method", methods, preset.methods)
+    _check_names("method", methods, preset.known)
     if experiment.seeds < 1 or (experiment.tasks is not None and experiment.tasks < 1):
         raise ValueError(f"seeds and tasks must be at least 1, got {experiment.seeds} and {experiment.tasks}")
     if experiment.tensorboard:
@@ -185,7 +185,7 @@ def _finish(folder: Path) -> None:
 
 def _learners(preset: Preset, method: str, experiment: Experiment, engine: Engine) -> list[Learner]:
     return [
-        preset.methods[method](
+        preset.known[method](
             preset.model, preset.loss, meta_steps=preset.meta_steps, seed=seed, device=experiment.device, engine=engine
         )
         for seed in range(experiment.seeds)
@@ -231,7 +231,7 @@ def _settings(preset: Preset, methods: Iterable[str]) -> dict[str, Any]:
     return {
         **{name: getattr(preset, name) for name in fields},
         "loss": getattr(preset.loss, "keywords", {}),
-        "learners": {name: getattr(preset.methods[name], "keywords", {}) for name in methods},
+        "learners": {name: getattr(preset.known[name], "keywords", {}) for name in methods},
     }
 
 

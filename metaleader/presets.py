@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
@@ -33,6 +33,7 @@ class Preset:
         model: builds the network.
         loss: what is learned.
         methods: for each method, the function that makes its learner, with the settings tuned for it.
+        extras: methods that are run only when named.
         tasks: the number of tasks played.
         meta_steps: updates a reveal.
         reveal: datapoints revealed at a time.
@@ -58,6 +59,12 @@ class Preset:
     error_name: str
     steps: tuple[int, ...] = (5, 1, 10)
     threads: int | None = None
+    extras: dict[str, Callable[..., Learner]] = field(default_factory=dict)
+
+    @property
+    def known(self) -> dict[str, Callable[..., Learner]]:
+        """All methods."""
+        return self.methods | self.extras
 
 
 def sinusoid(schedule: Schedule) -> Preset:
@@ -156,7 +163,13 @@ def cifar100(schedule: Schedule) -> Preset:
 
 def _toe_over_classes(model: Callable[[], nn.Module], loss: Loss, **common: Any) -> TOE:
     """TOE with an output for each of CIFAR-100's classes; a task's logits are those of its five."""
-    return TOE(lambda: nn.Sequential(models.conv_net(100, image_size=32), models.TaskLogits(100)), loss, **common)
+    return TOE(_net_over_classes, loss, **common)
+
+
+def _net_over_classes() -> nn.Module:
+    net = models.conv_net(100, image_size=32)
+    net.add_module("logits", models.TaskLogits(100))
+    return net
 
 
 def pose(schedule: Schedule) -> Preset:
@@ -189,9 +202,25 @@ def _classification(model: Callable[[], nn.Module], common: dict[str, Any], **fi
             "toe": functools.partial(TOE, **common),
             "scratch": functools.partial(Scratch, **common),
         },
+        extras={
+            "ftml-first": functools.partial(FTML, **common, first_order=True),
+            # A meta-update with five inner steps takes six gradients and five Hessian-vector products of two each.
+            "ftl-matched": functools.partial(_with_more_updates(FTL), **common, factor=16),
+            "toe-matched": functools.partial(_with_more_updates(TOE), **common, factor=16),
+            "scratch-long": functools.partial(_with_more_updates(Scratch), **common, factor=10),
+        },
         error_name="error",
         **fields,
     )
+
+
+def _with_more_updates(kind: type[Learner]) -> Callable[..., Learner]:
+    """A method that makes `factor` times as many updates a reveal."""
+
+    def make(model: Callable[[], nn.Module], loss: Loss, *, meta_steps: int, factor: int, **options: Any) -> Learner:
+        return kind(model, loss, meta_steps=factor * meta_steps, **options)
+
+    return make
 
 
 PRESETS: dict[str, Callable[[Schedule], Preset]] = {

@@ -16,6 +16,7 @@ from metaleader import display, experiment, machine
 from metaleader.display import Display, result_table
 from metaleader.evaluate import Record
 from metaleader.experiment import Experiment, First, checked, run_experiment
+from metaleader.learners import FTML
 from metaleader.presets import PRESETS
 from metaleader.runs import read_records, read_times
 from metaleader.store import load_tree
@@ -146,6 +147,19 @@ def test_choices_are_made_and_names_checked():
     ):
         with pytest.raises(ValueError, match="^" + message.replace("?", r"\?")):
             checked(wrong)
+
+
+def test_extra_methods_run_when_named_only() -> None:
+    preset = PRESETS["rainbow-digits"]("quick")
+    extras = ("ftml-first", "ftl-matched", "toe-matched", "scratch-long")
+    assert tuple(preset.extras) == extras
+    assert checked(Experiment("rainbow-digits", schedule="quick"))[0].methods == tuple(preset.methods)
+    assert checked(Experiment("rainbow-digits", extras, schedule="quick"))[0].methods == extras
+    made = {name: preset.known[name](preset.model, preset.loss, meta_steps=3) for name in preset.known}
+    assert isinstance(made["ftml-first"], FTML)
+    assert made["ftml-first"].first_order
+    steps = {name: learner.meta_steps for name, learner in made.items() if name != "ftml-first"}
+    assert steps == dict.fromkeys(preset.methods, 3) | {"ftl-matched": 48, "toe-matched": 48, "scratch-long": 30}
 
 
 def test_the_first_tasks_of_a_stream():

@@ -35,5 +35,6 @@ def list_presets() -> int:
         print(f"{name}: {machine}")
     for name, make in PRESETS.items():
         preset = make("standard")
-        print(f"{name}: {preset.summary}. Methods: {', '.join(preset.methods)}")
+        extras = f"; when named: {', '.join(preset.extras)}" if preset.extras else ""
+        print(f"{name}: {preset.summary}. Methods: {', '.join(preset.methods)}{extras}")
     return 0

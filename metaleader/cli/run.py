@@ -24,6 +24,7 @@ def run(
     Args:
         preset: rainbow-digits, rainbow-mnist, cifar100, pose or sinusoid.
         methods: which of ftml, ftml-last, ftl, toe and scratch, separated by commas; all of the preset if not given.
+            `metaleader list` names the extra ones, such as ftml-first.
         seeds: how many seeds, run side by side; each has its own initialisation, stream and draws.
         schedule: how many updates a reveal: 10, as many as the authors, or few for a first look.
         tasks: stop after this many tasks.
