@@ -53,7 +53,7 @@ def test_panels_are_means_and_standard_errors_over_seeds():
     needed, few, many = stream_panels(records, (100, 120), 0.9, "error")
     assert [panel.y_label for panel in (few, many)] == ["error after 100 datapoints", "error after 120 datapoints"]
     assert needed.x_label == "task"
-    for method in STYLES:
+    for method in ("ftml", "ftml-last", "ftl", "toe", "scratch"):
         for size, panel in ((100, few), (120, many)):
             curve = curve_of(panel, method)
             assert curve.x.tolist() == list(range(7))
