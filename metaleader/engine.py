@@ -33,6 +33,8 @@ Mode = Literal["auto", "eager", "compiled", "captured"]
 _log = logging.getLogger("metaleader")
 # Below these numbers of planned updates, compiling takes longer than it saves.
 _WORTH_COMPILING = {"cpu": 3000, "cuda": 300}
+# Programs that are held; each size of D_t has one of its own.
+_PROGRAMS = 256
 # Inner steps whose passes a chain keeps; with more of them it computes all anew, to bound the memory.
 _KEPT_STEPS = 5
 
@@ -103,7 +105,7 @@ class Engine:
         steps = tuple(steps)
         inputs = (params, data, x, classes)
         return self._run(
-            (network, adaptation, steps),
+            (network, adaptation and adaptation.key(), steps),
             inputs,
             lambda: self._prediction_program(network, adaptation, steps, params, data),
         )
@@ -127,6 +129,8 @@ class Engine:
                     _log.warning("the network does not compile, going on eagerly: %s", reason)
                     self.mode = "eager"
                     program = make()
+                if len(self._programs) == _PROGRAMS:
+                    del self._programs[next(iter(self._programs))]
                 self._programs[key] = program
             return self._programs[key](*inputs)
 

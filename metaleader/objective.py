@@ -55,3 +55,9 @@ class Adaptation(NamedTuple):
     lr: StepSize
     steps: int
     only: str | None
+
+    def key(self) -> tuple[Any, ...]:
+        """What it is, as a value that can be looked up."""
+        lr = self.lr
+        rates = tuple((n, float(lr[n])) for n in sorted(lr)) if isinstance(lr, Mapping) else float(lr)
+        return rates, self.steps, self.only

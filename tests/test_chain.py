@@ -17,7 +17,7 @@ import metaleader as ml
 from metaleader.chain import ChainGradient, Plan, find_chain
 from metaleader.engine import Engine, Mode
 from metaleader.inner import adapt, moving_names
-from metaleader.learners import update_together
+from metaleader.learners import predict_together, update_together
 from metaleader.network import Network
 from metaleader.objective import Objective
 from metaleader.passes import TorchPasses
@@ -122,6 +122,28 @@ def test_adapted_parameters_are_those_of_adapt() -> None:
             expected = adapt(objective.loss_fn, own, batch, 0.3, steps, only="1*")
             for name, value in expected.items():
                 torch.testing.assert_close(found[steps][name][r], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("model", ["chain", "no chain"])
+def test_predictions_are_those_of_the_adapted_nets(model: str) -> None:
+    """Measured as one program: what each learner's own nets say, with step sizes of their own and batch norm's both."""
+    build = conv_net if model == "chain" else lambda: nn.Sequential(conv_net())
+    rates = {("" if model == "chain" else "0.") + name: rate for name, rate in RATES.items()}
+    engine, learners = Engine("eager"), []
+    for seed in range(2):
+        options: dict[str, Any] = {"support": 2, "query": 2, "seed": seed, "engine": engine}
+        learners.append(ml.FTML(build, ml.losses.cross_entropy, inner_lr=rates, **options))
+        learners[-1].begin("a")
+        x = oracles.normal(f"seen {seed}", 7, 2, *SIZE)
+        learners[-1].observe(x, oracles.labels(f"seen {seed}", 3, 7), update=False)
+    xs = [oracles.normal(f"new {seed}", 5, 2, *SIZE) for seed in range(2)]
+    found = predict_together(learners, xs, (2, 0, 3))
+    assert found is not None
+    assert list(found) == ["2", "0", "3", "task"]
+    for r, (learner, x) in enumerate(zip(learners, xs, strict=True)):
+        for steps, net in zip((2, 0, 3), learner.adapt(steps=[2, 0, 3], statistics="batch"), strict=True):
+            torch.testing.assert_close(found[str(steps)][r], net(x).detach(), rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(found["task"][r], learner.adapt(2, "task")(x).detach(), rtol=1e-8, atol=1e-10)
 
 
 def block(groups: int = 1, stride: int | tuple[int, int] = 1) -> list[nn.Module]:
