@@ -82,9 +82,9 @@ def test_the_figure_is_the_one_of_the_page(folder, page, tmp_path):
     published = DOCS / "figures" / f"{folder.name}.png"
     assert f"../figures/{folder.name}.png" in page
     one, other = (matplotlib.image.imread(path) for path in (drawn, published))
-    # Another release of FreeType may draw the letters otherwise.
+    # Letters may be drawn otherwise elsewhere; one curve moved by a point of error is more than this.
     assert one.shape == other.shape
-    assert np.abs(one - other).mean() < 0.01
+    assert np.abs(one - other).mean() < 0.003
 
 
 def test_the_page_has_the_verdicts(folder, page):
