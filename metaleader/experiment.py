@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import nn
 
 from metaleader import machine
+from metaleader.curves import STYLES
 from metaleader.data import data_folder
 from metaleader.display import Display, result_table, summary_writer
 from metaleader.engine import Engine, Mode
@@ -26,7 +27,7 @@ from metaleader.losses import takes_labels
 from metaleader.plots import draw_figures
 from metaleader.presets import PRESETS, Preset, Schedule
 from metaleader.report import write_report
-from metaleader.runs import Run, read_config, read_records, read_times
+from metaleader.runs import Run, join_runs, read_config, read_records, read_times
 from metaleader.tasks import Task, TaskStream
 
 
@@ -70,6 +71,12 @@ def resume_experiment(folder: Path) -> None:
             print(f"{folder} is finished: there is nothing to resume")
         else:
             _go_on(run, experiment, preset)
+    _finish(folder)
+
+
+def join_experiments(folders: Sequence[Path], folder: Path) -> None:
+    """Join finished runs of one experiment, each of other methods, into a new run folder; end with table and figure."""
+    join_runs(folders, folder, tuple(STYLES))
     _finish(folder)
 
 
@@ -142,9 +149,10 @@ def _play_method(
     # The mode in use: a compiled one may have fallen back to eager on the way.
     mode = run.config["engines"][method] if saved is None else saved["state"]["engine"]
     engine = Engine(mode, device=experiment.device)
-    line = f"{_num_updates(preset)} updates, engine {engine.mode}"
-    display.begin(method, played, line if saved is None else f"{line}, from round {played + 1} on")
     learners = _learners(preset, method, experiment, engine)
+    updates = preset.tasks * preset.reveals * learners[0].updates_per_reveal
+    line = f"{updates} updates, engine {engine.mode}"
+    display.begin(method, played, line if saved is None else f"{line}, from round {played + 1} on")
     if saved is not None:
         for learner, stream, state in zip(learners, streams, saved["state"]["learners"], strict=True):
             preload(learner, stream, played, preset.reveal * preset.reveals)

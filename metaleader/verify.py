@@ -181,7 +181,7 @@ def _judge(statement: Statement, run: _Run) -> Claim:
             pairs.append(_judge_pair(statement, run, blank, ("late", "early"), own, own))
         for worse in statement.worse:
             for steps, rival in values[worse].items():
-                names = NAMES[better], NAMES[worse] + (steps and f" with {steps} steps")
+                names = NAMES[better], NAMES[worse] + (steps and f" with {steps} step{'' if steps == '1' else 's'}")
                 pairs.append(_judge_pair(statement, run, blank, names, own, rival))
     return min(pairs, key=lambda pair: (get_args(Verdict).index(pair[0].verdict), pair[1]))[0]
 

@@ -164,6 +164,16 @@ def test_a_finished_run_says_so(presets, tmp_path, capsys, monkeypatch):
     assert tiny.results(tmp_path / "run") == before
 
 
+def test_records_without_a_checkpoint_are_left_alone(presets, tmp_path):
+    folder = tmp_path / "run"
+    run_experiment(Experiment("tiny", ("toe",), seeds=1), folder)
+    shutil.rmtree(folder / "checkpoint")
+    before = (folder / "records.csv").read_bytes()
+    with pytest.raises(ValueError, match="has records but no checkpoint"):
+        resume_experiment(folder)
+    assert (folder / "records.csv").read_bytes() == before
+
+
 def test_the_mode_the_threads_and_the_device_are_those_of_the_run(presets, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     made = []

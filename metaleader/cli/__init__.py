@@ -11,6 +11,7 @@ import tyro
 
 from metaleader.cli.bench import bench as _bench
 from metaleader.cli.data import data as _data
+from metaleader.cli.join import join as _join
 from metaleader.cli.list import list_presets as _list
 from metaleader.cli.report import report as _report
 from metaleader.cli.resume import resume as _resume
@@ -23,6 +24,7 @@ from metaleader.cli.verify import verify as _verify
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": _run,
     "resume": _resume,
+    "join": _join,
     "report": _report,
     "verify": _verify,
     "list": _list,

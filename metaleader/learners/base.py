@@ -255,6 +255,11 @@ class Learner(ABC):
         return self._outer.step
 
     @property
+    def updates_per_reveal(self) -> int:
+        """Updates at each `observe`."""
+        return self._num_updates(self.meta_steps)
+
+    @property
     def has_batch_norm(self) -> bool:
         """Whether the choice of statistics makes a difference."""
         return self._network.has_batch_norm

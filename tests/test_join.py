@@ -1,0 +1,169 @@
+"""Joining runs: the same as one run of all methods, and what is refused."""
+
+import json
+import os
+import shutil
+
+import pytest
+import tiny
+
+from metaleader import cli, experiment
+from metaleader.experiment import Experiment, join_experiments, run_experiment
+from metaleader.presets import PRESETS
+from metaleader.runs import Run, read_config, read_times
+
+ALL = ("ftml", "toe", "scratch")
+
+
+@pytest.fixture(autouse=True)
+def _no_figure(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny-nway", tiny.tiny_nway)
+    monkeypatch.setattr(experiment, "_finish", lambda folder: None)
+
+
+def play(folder, *methods, **more):
+    run_experiment(Experiment("tiny-nway", methods, seeds=2, tasks=2, engine="eager", **more), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """FTML and from scratch as one run, TOE as another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny-nway", tiny.tiny_nway)
+        patch.setattr(experiment, "_finish", lambda folder: None)
+        folder = tmp_path_factory.mktemp("played")
+        return play(folder / "two", "scratch", "ftml"), play(folder / "one", "toe")
+
+
+@pytest.fixture
+def runs(played, tmp_path):
+    """Copies, to be damaged."""
+    return [shutil.copytree(folder, tmp_path / folder.name) for folder in played]
+
+
+def change(folder, **fields):
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_joined_runs_are_the_run_of_all_methods_at_once(runs, tmp_path, order):
+    before = [contents(folder) for folder in runs]
+    join_experiments(runs[::order], tmp_path / "joined")
+    at_once = play(tmp_path / "at once", *ALL)
+    assert tiny.results(tmp_path / "joined") == tiny.results(at_once)
+    assert json.dumps(read_config(tmp_path / "joined")) == json.dumps(read_config(at_once))
+    assert [contents(folder) for folder in runs] == before
+    times = {row["method"]: [r for r in read_times(folder) if r["method"] == row["method"]]
+             for folder in runs for row in read_times(folder)}  # fmt: skip
+    assert read_times(tmp_path / "joined") == [row for method in ALL for row in times[method]]
+
+
+def test_where_the_runs_ran_is_kept_by_method_where_it_differs(runs, tmp_path):
+    change(runs[1], hardware="another machine", data="elsewhere")
+    join_experiments(runs, tmp_path / "joined")
+    config = read_config(tmp_path / "joined")
+    here = read_config(runs[0])["hardware"]
+    assert config["hardware"] == {"ftml": here, "toe": "another machine", "scratch": here}
+    assert config["versions"] == read_config(runs[0])["versions"]
+
+
+def test_a_join_that_was_killed_goes_on_with_resume(runs, tmp_path):
+    join_experiments(runs, tmp_path / "joined")
+    whole = tiny.results(tmp_path / "joined")
+    for written in (2, 1):  # the checkpoints are written last, in the order of the methods
+        for method in ALL[written:]:
+            (tmp_path / "joined" / "checkpoint" / f"{method}.safetensors").unlink()
+        experiment.resume_experiment(tmp_path / "joined")
+        assert tiny.results(tmp_path / "joined") == whole
+
+
+def test_the_command(runs, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(experiment, "_finish", shown.append)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["join", *map(str, runs), "--out", str(tmp_path / "joined")])
+    assert caught.value.code == 0
+    assert shown == [tmp_path / "joined"]
+    with Run(tmp_path / "joined") as run:
+        assert run.finished()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"preset": "sinusoid"}, "one does not fit .*two: its preset is 'sinusoid', not 'tiny-nway'"),
+        ({"seeds": 5}, "its seeds is 5, not 2"),
+        ({"schedule": "paper"}, "its schedule is 'paper', not 'standard'"),
+        ({"tasks": 3}, "its tasks is 3, not 2"),
+        ({"device": "cuda"}, "its device is 'cuda', not 'cpu'"),
+        ({"settings": {"meta_steps": 7, "learners": {"toe": {}}}}, "its settings is {'meta_steps': 7"),
+        ({"settings": None}, "its settings is None"),
+        ({"engines": {}}, r"a config.json in .* is damaged \(KeyError\('toe'\)\)"),
+        ({"methods": ["ftml"]}, "one has the method 'ftml', and so has a run before it"),
+        ({"methods": ["../toe"]}, "one has the unknown method '../toe'; there are ftml,"),
+        ({"format": 2}, "has format 2, this release reads up to 1"),
+    ],
+)
+def test_runs_that_do_not_fit(runs, tmp_path, fields, message):
+    change(runs[1], **fields)
+    refused(runs, tmp_path, message)
+
+
+def refused(folders, tmp_path, message, error: type[Exception] = ValueError):
+    with pytest.raises(error, match=message):
+        join_experiments(folders, tmp_path / "joined")
+    assert not (tmp_path / "joined").exists()
+
+
+def test_a_run_alone_or_twice_or_none(runs, tmp_path):
+    refused([], tmp_path, "at least two run folders to join, got 0")
+    refused(runs[:1], tmp_path, "at least two run folders to join, got 1")
+    refused([runs[0], runs[0]], tmp_path, "two has the method 'scratch', and so has a run before it")
+    refused([runs[0], tmp_path / "nowhere"], tmp_path, "no run in .*nowhere", FileNotFoundError)
+
+
+def test_an_unfinished_run(runs, tmp_path):
+    (runs[0] / "checkpoint" / "ftml.safetensors").unlink()
+    refused(runs, tmp_path, "two is not finished: ftml goes on with `metaleader resume .*two`")
+
+
+def test_a_run_that_stopped_between_rounds(runs, tmp_path, monkeypatch):
+    def stopped_in_the_second(*arguments, **options):
+        if options["start"]:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    original = experiment.play_together
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "play_together", stopped_in_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            play(tmp_path / "stopped", "toe")
+    refused([runs[0], tmp_path / "stopped"], tmp_path, "stopped is not finished: toe goes on")
+    experiment.resume_experiment(tmp_path / "stopped")
+    join_experiments([runs[0], tmp_path / "stopped"], tmp_path / "joined")
+
+
+def test_records_that_are_not_whole(runs, tmp_path):
+    text = (runs[1] / "records.csv").read_bytes()
+    for cut in (text[: text.rindex(b"\n", 0, -1) + 1], text[: text.index(b"\n") + 1]):
+        (runs[1] / "records.csv").write_bytes(cut)
+        refused(runs, tmp_path, "one/records.csv is not as long as its checkpoint says")
+    os.unlink(runs[1] / "records.csv")
+    refused(runs, tmp_path, "no records in", FileNotFoundError)
+
+
+def test_records_of_another_release(runs, tmp_path):
+    path = runs[1] / "records.csv"
+    path.write_bytes(path.read_bytes().replace(b"loss_1", b"loss_2", 1))
+    refused(runs, tmp_path, "one has the columns .*'loss_2'.*join runs of one release")
+
+
+def test_a_folder_that_holds_a_run(runs, tmp_path):
+    with pytest.raises(ValueError, match="already holds a run"):
+        join_experiments(runs, runs[0])
