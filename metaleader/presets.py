@@ -112,6 +112,8 @@ def rainbow_digits(schedule: Schedule) -> Preset:
         # After 16 tasks no method has come far beyond 0.8.
         gamma=0.7 if quick else 0.8,
         panels=(20, 60),
+        # So small that a second thread brings little, and on a busy machine costs many times the work.
+        threads=1,
     )
 
 
