@@ -33,10 +33,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from metaleader import losses, models
+from metaleader import losses, machine, models
 from metaleader.engine import Engine, Mode
 from metaleader.evaluate import play
-from metaleader.experiment import _device
 from metaleader.inner import Params
 from metaleader.learners import FTML, TOE, Learner, update_together
 from metaleader.learners.start import initial_module
@@ -500,7 +499,7 @@ def run_bench(what: Sequence[str] = ("meta-step",), device: str = "auto", peers:
     unknown = [name for name in what if name not in MEASUREMENTS]
     if unknown or not what:
         raise ValueError(f"cannot measure {', '.join(unknown) or 'nothing'}; there are {', '.join(MEASUREMENTS)}")
-    place = _device(device)
+    place = machine.find_device(device)
     on_cuda = place.type == "cuda"
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(place) if on_cuda else f"cpu, {torch.get_num_threads()} threads",
