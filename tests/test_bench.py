@@ -124,7 +124,7 @@ def test_a_chain_is_one_program_on_the_cpu() -> None:
     assert found["eager_ms"] == found["compiled_ms"] == found["chain_ms"]
     for name in ("chain", "generic_eager", "update"):
         faster = found["loop_ms"] / found[f"{name}_ms"]
-        assert found["times_faster_than_loop"][name] == pytest.approx(faster)
+        assert found["times_faster"][name] == pytest.approx(faster)
         assert 0 < faster < 1000
     assert found["tasks"] == 4
     assert 1e-9 < found["error_vs_float64"] < 1e-5
@@ -232,17 +232,21 @@ def test_what_needs_cuda_says_so() -> None:
 
 
 def test_peers_are_measured_or_named_as_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a peer is installed, its gradient must be the loop's."""
+    """Where a peer is installed, its gradient must be the loop's; the loop itself, as a peer, is one."""
 
     def broken(*inputs: Any) -> Any:
         raise RuntimeError("does not run\nhere")
 
     monkeypatch.setitem(peers.PEERS, "json", broken)
     monkeypatch.setitem(peers.PEERS, "no_such_peer", broken)
-    found = peers.measure_peers(TINY, CPU, first(TINY.inputs(CPU)), 1)
+    monkeypatch.setitem(peers.PEERS, "torch", peers.loop_gradient)
+    found = update.measure_update(TINY, CPU, peers=True, rounds=1, draws=0)["peers"]
     assert found["no_such_peer"]["skipped"].startswith("not installed (No module named 'no_such_peer')")
     assert found["json"] == {"skipped": "RuntimeError: does not run"}
+    assert found["torch"]["distance_to_loop"] == 0
+    assert 0 < found["torch"]["ms"] < 60_000
     for name in ("higher", "torchopt"):
+        assert ("ms" in found[name]) != ("skipped" in found[name])
         assert "not installed" in found[name].get("skipped", "") or found[name]["distance_to_loop"] < 1e-4
 
 

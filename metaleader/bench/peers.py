@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from metaleader.bench.errors import distance
-from metaleader.bench.timing import median_ms
 from metaleader.bench.work import INNER_LR, Work
 from metaleader.inner import Params
 from metaleader.network import scale_uint8
@@ -37,32 +36,22 @@ def loop_gradient(work: Work, params: Params, support: Batch, query: Batch) -> P
     return total
 
 
-def measure_peers(work: Work, device: torch.device, inputs: tuple[Params, Batch, Batch], rounds: int = 2) -> Any:
-    """Milliseconds and the distance to the loop's gradient for each peer, or why it is skipped.
-
-    Args:
-        work: what is updated.
-        device: where.
-        inputs: parameters, support and query of one learner.
-        rounds: how often each is timed; on a GPU a call takes two seconds.
-    """
-    expected = loop_gradient(work, *inputs)
-    found: dict[str, Any] = {}
-    for name, peer in PEERS.items():
+def find_peers(work: Work, params: Params, support: Batch, query: Batch) -> dict[str, dict[str, Any]]:
+    """For each peer its version and the distance of its gradient to the loop's, or why it is skipped."""
+    expected = loop_gradient(work, params, support, query)
+    found: dict[str, dict[str, Any]] = {}
+    for name, gradient in PEERS.items():
         try:
             importlib.import_module(name)
         except ImportError as error:
             found[name] = {"skipped": f"not installed ({error}); pip install 'metaleader[bench]'"}
             continue
         try:
-            gradient = functools.partial(peer, work, *inputs)
-            error = distance(gradient(), expected)
-            (milliseconds,) = median_ms({name: gradient}, device, rounds).values()
+            apart = distance(gradient(work, params, support, query), expected)
         except Exception as error:
             found[name] = {"skipped": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
             continue
-        version = importlib.metadata.version(name)
-        found[name] = {"version": version, "ms": milliseconds, "distance_to_loop": error}
+        found[name] = {"version": importlib.metadata.version(name), "distance_to_loop": apart}
     return found
 
 

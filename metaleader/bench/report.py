@@ -22,7 +22,7 @@ from metaleader.precision import tf32
 
 MEASUREMENTS: dict[str, Callable[[torch.device, bool], dict[str, Any]]] = {
     "meta-step": lambda device, peers: measure_update(RAINBOW, device, compare=True, peers=peers),
-    "seeds": lambda device, peers: measure_update(SEEDS, device),
+    "seeds": lambda device, peers: measure_update(SEEDS, device, draws=0),
     "cifar": lambda device, peers: measure_update(CIFAR, device),
     "pose": lambda device, peers: measure_update(POSE, device),
     "plain": lambda device, peers: measure_update(PLAIN, device),
@@ -76,6 +76,7 @@ def run_bench(
             if out is not None:
                 with open(out, "a") as file:
                     file.write(json.dumps(about | {key: result[key]}) + "\n")
+    result["load_after"] = os.getloadavg()[0]
     rich.console.Console().print(_table(result))
     print(json.dumps(result))
     return result

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from metaleader.bench.errors import measure_errors
-from metaleader.bench.peers import loop_gradient, measure_peers
+from metaleader.bench.peers import PEERS, find_peers, loop_gradient
 from metaleader.bench.timing import count_kernels, median_ms, seconds
 from metaleader.bench.work import Work
 from metaleader.chain import find_chain
@@ -34,7 +34,8 @@ def measure_update(
         device: where.
         compare: also time `meta_gradient` itself and the one-task-at-a-time loop, of one learner.
         peers: also time higher and torchopt.
-        rounds: turns that everything measured takes; five on the CPU, three on a GPU, where a turn is many calls.
+        rounds: turns that everything measured takes; five on the CPU; three on a GPU, where a turn is many
+            calls, and with peers, which are slow.
         draws: independent draws that the error is taken of.
 
     Returns:
@@ -42,7 +43,7 @@ def measure_update(
         fastest mode on the device, `compiled_ms`. `programs` says which program a mode runs; where two modes run the
         same, it is timed once.
     """
-    rounds = rounds or (3 if device.type == "cuda" else 5)
+    rounds = rounds or (3 if device.type == "cuda" or peers else 5)
     inputs = work.inputs(device)
     modes: dict[str, Mode] = {"eager": "eager", "compiled": fast_mode(device)}
     network = Network(work.model(), work.loss)
@@ -72,12 +73,17 @@ def measure_update(
     if compare:
         functions["generic_eager_ms"] = functools.partial(objective.gradient, *first, None)
         functions["loop_ms"] = functools.partial(loop_gradient, work, *first)
+    found = find_peers(work, *first) if peers else {}
+    timed = [name for name in found if "skipped" not in found[name]]
+    functions |= {_key(name): functools.partial(PEERS[name], work, *first) for name in timed}
     times = median_ms(functions, device, rounds)
     times["update_ms"] /= steps
+    for name in timed:
+        found[name]["ms"] = times.pop(_key(name))
     result |= times
     result |= {f"{name}_ms": times.get(_key(ran)) for name, ran in programs.items()}
     if compare:
-        result["times_faster_than_loop"] = {
+        result["times_faster"] = {
             key.removesuffix("_ms"): times["loop_ms"] / value for key, value in times.items() if key != "loop_ms"
         }
     if device.type == "cuda":
@@ -85,7 +91,7 @@ def measure_update(
     if draws:
         result |= measure_errors(work, fast, objective, device, draws)
     if peers:
-        result["peers"] = measure_peers(work, device, first)
+        result["peers"] = found
     return result
 
 
