@@ -173,7 +173,7 @@ def test_plain_seeds_and_regression() -> None:
 
 
 def test_a_chain_is_faster_than_the_loop() -> None:
-    """25 small tasks, one thread: the chain takes about a tenth of the loop's time; a third would be a regression."""
+    """25 small tasks, one thread: the chain takes about an eighth of the loop's time; a third would be a regression."""
     work = replace(TINY, inner_steps=5, tasks=25)
     objective = objective_of(work)
     assert update.program(objective.network, "eager", CPU) == "chain"
