@@ -95,7 +95,7 @@ def checked(experiment: Experiment) -> tuple[Experiment, Preset]:
         experiment,
         methods=tuple(dict.fromkeys(methods)),
         tasks=preset.tasks,
-        device=str(_device(experiment.device)),
+        device=str(machine.find_device(experiment.device)),
         data=str(data_folder(experiment.data).absolute()),
     ), preset
 
@@ -265,17 +265,3 @@ def _check_names(kind: str, names: Sequence[str], known: dict[str, Any]) -> None
             raise ValueError(f"unknown {kind} {name!r}{hint} There are {', '.join(known)}")
     if not names:
         raise ValueError(f"name at least one {kind} of {', '.join(known)}")
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"unknown device {name!r}; use cpu, cuda or auto") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"runs need device cpu, cuda or auto, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} is not there: torch finds {torch.cuda.device_count()} CUDA devices; use cpu")
-    return device

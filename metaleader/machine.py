@@ -1,4 +1,4 @@
-"""Where a run runs: the hardware, the versions, the commit of the package, the memory used, the cache."""
+"""Where a run runs: the device, the hardware, the versions, the commit of the package, the memory used, the cache."""
 
 from __future__ import annotations
 
@@ -16,6 +16,21 @@ def cache_folder() -> Path:
     """What the project keeps between runs: METALEADER_CACHE, or metaleader's folder in the user's cache."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return Path(os.environ.get("METALEADER_CACHE") or base / "metaleader")
+
+
+def find_device(name: str) -> torch.device:
+    """The device of a name: cpu, cuda, cuda:1, or auto for the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {name!r}; use cpu, cuda or auto") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"runs need device cpu, cuda or auto, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not there: torch finds {torch.cuda.device_count()} CUDA devices; use cpu")
+    return device
 
 
 def hardware(device: str) -> str:

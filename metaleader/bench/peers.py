@@ -1,0 +1,103 @@
+"""The same gradient by others: the one-task-at-a-time loop, higher, torchopt."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from metaleader.bench.errors import distance
+from metaleader.bench.work import INNER_LR, Work
+from metaleader.inner import Params
+from metaleader.network import scale_uint8
+from metaleader.tasks import Batch
+
+
+def loop_gradient(work: Work, params: Params, support: Batch, query: Batch) -> Params:
+    """The meta-gradient as it is commonly written: torch's own layers, one task at a time, autograd through it all."""
+    module = _module(work, params)
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
+    total = {name: torch.zeros_like(value) for name, value in params.items()}
+    for i in range(len(query.y)):
+        adapted = dict(leaves)
+        for _ in range(work.inner_steps):
+            loss = _task_loss(work, functools.partial(functional_call, module, adapted), support, i)
+            gradients = torch.autograd.grad(loss, list(adapted.values()), create_graph=True)
+            adapted = {n: adapted[n] - INNER_LR * g for n, g in zip(adapted, gradients, strict=True)}
+        loss = _task_loss(work, functools.partial(functional_call, module, adapted), query, i)
+        for name, value in zip(total, torch.autograd.grad(loss, list(leaves.values())), strict=True):
+            total[name] += value / len(query.y)
+    return total
+
+
+def find_peers(work: Work, params: Params, support: Batch, query: Batch) -> dict[str, dict[str, Any]]:
+    """For each peer its version and the distance of its gradient to the loop's, or why it is skipped."""
+    expected = loop_gradient(work, params, support, query)
+    found: dict[str, dict[str, Any]] = {}
+    for name, gradient in PEERS.items():
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            found[name] = {"skipped": f"not installed ({error}); pip install 'metaleader[bench]'"}
+            continue
+        try:
+            apart = distance(gradient(work, params, support, query), expected)
+        except Exception as error:
+            found[name] = {"skipped": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+            continue
+        found[name] = {"version": importlib.metadata.version(name), "distance_to_loop": apart}
+    return found
+
+
+def _higher_gradient(work: Work, params: Params, support: Batch, query: Batch) -> Params:
+    import higher  # pyright: ignore[reportMissingImports]
+
+    module = _module(work, params)
+    optimizer = torch.optim.SGD(module.parameters(), lr=INNER_LR)
+    for i in range(len(query.y)):
+        with higher.innerloop_ctx(module, optimizer, copy_initial_weights=False) as (net, steps):
+            for _ in range(work.inner_steps):
+                steps.step(_task_loss(work, net, support, i))
+            (_task_loss(work, net, query, i) / len(query.y)).backward()
+    return _gradients(dict(module.named_parameters()))
+
+
+def _torchopt_gradient(work: Work, params: Params, support: Batch, query: Batch) -> Params:
+    import torchopt  # pyright: ignore[reportMissingImports]
+
+    module = _module(work, params)
+    initial = dict(module.named_parameters())
+    optimizer = torchopt.MetaSGD(module, lr=INNER_LR)
+    net_state = torchopt.extract_state_dict(module, by="reference")
+    optimizer_state = torchopt.extract_state_dict(optimizer, by="reference")
+    for i in range(len(query.y)):
+        for _ in range(work.inner_steps):
+            optimizer.step(_task_loss(work, module, support, i))
+        (_task_loss(work, module, query, i) / len(query.y)).backward()
+        torchopt.recover_state_dict(module, net_state)
+        torchopt.recover_state_dict(optimizer, optimizer_state)
+    return _gradients(initial)
+
+
+PEERS: dict[str, Callable[..., Params]] = {"higher": _higher_gradient, "torchopt": _torchopt_gradient}
+
+
+def _module(work: Work, params: Params) -> nn.Module:
+    module = work.model()
+    for name, value in module.named_parameters():
+        value.data = params[name].detach().clone()
+    return module
+
+
+def _gradients(leaves: Mapping[str, Tensor]) -> Params:
+    return {name: value.grad for name, value in leaves.items() if value.grad is not None}
+
+
+def _task_loss(work: Work, net: Callable[[Tensor], Tensor], batch: Batch, i: int) -> Tensor:
+    return work.loss(net(scale_uint8(batch.x[i])), batch.y[i]).mean()

@@ -1,0 +1,111 @@
+"""The front of the benchmark: which measurements there are, the table, the line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import rich.console
+import rich.table
+import torch
+
+from metaleader import machine
+from metaleader.bench.measures import measure_buffer, measure_memory, measure_start, measure_stream, measure_tf32
+from metaleader.bench.update import measure_update
+from metaleader.bench.work import CIFAR, PLAIN, POSE, RAINBOW, SEEDS
+from metaleader.precision import tf32
+
+MEASUREMENTS: dict[str, Callable[[torch.device, bool], dict[str, Any]]] = {
+    "meta-step": lambda device, peers: measure_update(RAINBOW, device, compare=True, peers=peers),
+    "seeds": lambda device, peers: measure_update(SEEDS, device, draws=0),
+    "cifar": lambda device, peers: measure_update(CIFAR, device),
+    "pose": lambda device, peers: measure_update(POSE, device),
+    "plain": lambda device, peers: measure_update(PLAIN, device),
+    "generic": lambda device, peers: measure_update(RAINBOW.nested(), device, compare=True),
+    "tf32": lambda device, peers: measure_tf32(RAINBOW, device),
+    "memory": lambda device, peers: measure_memory(RAINBOW, device),
+    "buffer": lambda device, peers: measure_buffer(device),
+    "stream": lambda device, peers: measure_stream(RAINBOW, device),
+    "start": lambda device, peers: measure_start(device),
+}
+# These repeat, by the engine's modes, what stands under the programs that ran: for readers of the JSON only.
+_NOT_IN_TABLE = ("eager_ms", "compiled_ms")
+
+
+def named(what: str) -> list[str]:
+    """The names in a list separated by commas."""
+    return [name.strip() for name in what.split(",") if name.strip()]
+
+
+def run_bench(
+    what: Sequence[str] = ("meta-step",), device: str = "auto", peers: bool = False, out: str | None = None
+) -> dict[str, Any]:
+    """Measure, print a table, then one line of JSON; TF32 is off.
+
+    Each result is also printed to stderr as soon as it is there, and with `out` appended to that file, as a line of
+    JSON: a run that is killed has shown what it had.
+    """
+    unknown = [name for name in what if name not in MEASUREMENTS]
+    if unknown or not what:
+        raise ValueError(f"cannot measure {', '.join(unknown) or 'nothing'}; there are {', '.join(MEASUREMENTS)}")
+    place = machine.find_device(device)
+    about: dict[str, Any] = {
+        "device": machine.hardware(str(place)) if place.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "hardware": machine.hardware(str(place)),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        # Processes that want a core: more than there are cores means times that say little.
+        "load": os.getloadavg()[0],
+        "cores": os.cpu_count(),
+    }
+    result = dict(about)
+    with tf32(False):
+        for name in what:
+            print(f"measuring {name} ...", file=sys.stderr, flush=True)
+            started = time.perf_counter()
+            key = name.replace("-", "_")
+            result[key] = MEASUREMENTS[name](place, peers)
+            line = json.dumps({key: result[key]})
+            print(f"{name} took {time.perf_counter() - started:.1f} s: {line}", file=sys.stderr, flush=True)
+            if out is not None:
+                with open(out, "a") as file:
+                    file.write(json.dumps(about | {key: result[key]}) + "\n")
+    result["load_after"] = os.getloadavg()[0]
+    rich.console.Console().print(_table(result))
+    print(json.dumps(result))
+    return result
+
+
+def _table(result: dict[str, Any]) -> rich.table.Table:
+    title = f"{result['device']}, torch {result['torch']}, Python {result['python']}, {result['date']}"
+    table = rich.table.Table("measurement", "value", title=title)
+    for name, measured in result.items():
+        if isinstance(measured, dict):
+            table.add_section()
+            table.add_row(f"[bold]{name}[/bold]", "")
+            for key, value in _flat(measured):
+                if key not in _NOT_IN_TABLE:
+                    table.add_row(f"  {key}", _shown(value))
+    return table
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " / ".join(_shown(part) for part in value)
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    return str(value)

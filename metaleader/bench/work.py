@@ -1,0 +1,113 @@
+"""What is measured: updates of the paper's shapes, on random images."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from metaleader import losses, models
+from metaleader.engine import Engine
+from metaleader.inner import Params
+from metaleader.learners import FTML, TOE, Learner
+from metaleader.learners.start import initial_module
+from metaleader.losses import Loss
+from metaleader.tasks import Batch, rng, to_device
+
+INNER_LR = 0.1
+
+# Parameters, support and query, with learners in front, then tasks.
+Inputs = tuple[Params, Batch, Batch]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The updates of one or more learners of one shape.
+
+    Attributes:
+        model: builds the network.
+        image: the shape of an image, (channels, height, width).
+        outputs: classes, or with `regression` the numbers to predict.
+        support: datapoints a task that an update adapts on.
+        query: datapoints a task that its loss is taken on.
+        inner_steps: 0 is the update of the baselines (TOE, FTL).
+        tasks: tasks an update.
+        seeds: learners side by side.
+        regression: squared error instead of cross-entropy.
+    """
+
+    model: Callable[[], nn.Module]
+    image: tuple[int, int, int] = (3, 28, 28)
+    outputs: int = 10
+    support: int = 10
+    query: int = 10
+    inner_steps: int = 5
+    tasks: int = 25
+    seeds: int = 1
+    regression: bool = False
+
+    @property
+    def loss(self) -> Loss:
+        """The loss, with the paper's label smoothing."""
+        return losses.squared_error if self.regression else functools.partial(losses.cross_entropy, smoothing=0.1)
+
+    def datapoints(self, num: int, *key: int) -> Batch:
+        """Random images, uint8 as a buffer keeps them, with random targets."""
+        draw = rng("bench", *key)
+        x = torch.from_numpy(draw.integers(256, size=(num, *self.image), dtype="uint8"))
+        if self.regression:
+            return Batch(x, torch.from_numpy(draw.uniform(-1, 1, (num, self.outputs)).astype("float32")))
+        return Batch(x, torch.from_numpy(draw.integers(self.outputs, size=num)))
+
+    def inputs(self, device: torch.device, draw: int = 0) -> Inputs:
+        """What an update takes; each draw has its own initialisations and images."""
+        found = []
+        for seed in range(self.seeds):
+            module = initial_module(self.model, draw, seed).to(device)
+            params = {name: value.detach().clone() for name, value in module.named_parameters()}
+            width = self.support + self.query
+            flat = to_device(self.datapoints(self.tasks * width, draw, seed), device)
+            batch = tree_map(lambda leaf: leaf.unflatten(0, (self.tasks, width)), flat)  # noqa: B023
+            support = tree_map(lambda leaf: leaf[:, : self.support], batch)
+            query = tree_map(lambda leaf: leaf[:, self.support :], batch)
+            found.append((params, support, query))
+        return tree_map(lambda *leaves: torch.stack(leaves), *found)
+
+    def learner(self, engine: Engine, device: torch.device, seed: int = 0, meta_steps: int = 10) -> Learner:
+        """A learner, FTML or with no inner steps TOE, that has seen nothing yet."""
+        common: Any = {"query": self.query, "tasks_per_step": self.tasks, "meta_steps": meta_steps}
+        if self.inner_steps:
+            common |= {"inner_lr": INNER_LR, "inner_steps": self.inner_steps, "support": self.support}
+        kind = FTML if self.inner_steps else TOE
+        return kind(self.model, self.loss, seed=seed, device=device, engine=engine, **common)
+
+    def learners(self, engine: Engine, device: torch.device, num_tasks: int = 30) -> list[Learner]:
+        """Learners that have seen some tasks and made no update."""
+        found = []
+        for seed in range(self.seeds):
+            learner = self.learner(engine, device, seed)
+            for t in range(num_tasks):
+                learner.begin(f"task {t}")
+                learner.observe(*self.datapoints(2 * (self.support + self.query), seed, t), update=False)
+            found.append(learner)
+        return found
+
+    def nested(self) -> Work:
+        """The same work for a network that the engine does not take for a chain: a sequence within a sequence."""
+        return replace(self, model=functools.partial(_nest, self.model))
+
+
+def _nest(model: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(model())
+
+
+RAINBOW = Work(functools.partial(models.conv_net, 10))
+SEEDS = replace(RAINBOW, seeds=3)
+CIFAR = Work(functools.partial(models.conv_net, 5, 32), (3, 32, 32), 5, 25, 25)
+POSE = Work(models.pose_net, (3, 64, 64), 4, regression=True)
+PLAIN = replace(RAINBOW, support=0, inner_steps=0)
