@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +16,7 @@ def convolutions_as_matmul() -> Iterator[None]:
     TF32 puts errors of many per cent into a meta-gradient of five steps, so it is for those who ask for it
     (`torch.set_float32_matmul_precision("high")`).
     """
-    if not torch.cuda.is_available():
+    if not _has_cuda():
         yield
         return
     before = torch.backends.cudnn.allow_tf32
@@ -37,3 +38,8 @@ def tf32(on: bool) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@functools.cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()

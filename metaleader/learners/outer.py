@@ -27,8 +27,12 @@ _OPTIMIZERS: dict[str, OptimizerFactory] = {
 class Outer:
     """Parameters with their optimiser.
 
+    The library's own optimisers go element by element, so they see one tensor: a step is then one launch. A user's
+    function gets the parameters one by one.
+
     Attributes:
-        params: changed in place.
+        flat: all parameters in one tensor, changed in place.
+        params: views of it, by name.
         step: updates made.
     """
 
@@ -39,36 +43,56 @@ class Outer:
             raise ValueError(f"optimizer must be one of {sorted(_OPTIMIZERS)} or a function, got {optimizer!r}")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip must be positive or None, got {clip}")
-        self.params = params
+        if len({value.dtype for value in params.values()}) > 1:
+            raise ValueError(f"parameters must be of one dtype, got {sorted({str(v.dtype) for v in params.values()})}")
+        self.flat = torch.cat([value.flatten() for value in params.values()])
+        self._shapes = {name: value.shape for name, value in params.items()}
+        self.params = self.named(self.flat)
         self.step = 0
         self._clip = clip
         self._schedule = _checked_schedule(meta_lr)
         # The update that the schedule counts from; a learner that starts anew moves it.
         self._schedule_start = 0
         self._make = _OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-        self._optimizer = self._make(list(params.values()), lr=self._schedule[0][1])
+        self._whole = isinstance(optimizer, str)
+        self._optimizer = self._new_optimizer()
+
+    def named(self, flat: Tensor) -> Params:
+        """What is flat, (..., number of parameters), by name."""
+        parts = flat.split([shape.numel() for shape in self._shapes.values()], -1)
+        named = zip(self._shapes.items(), parts, strict=True)
+        return {name: part.view(*flat.shape[:-1], *shape) for (name, shape), part in named}
 
     def lr(self, number: int) -> float:
         """The step size of an update."""
         return next(lr for start, lr in reversed(self._schedule) if start <= number - self._schedule_start)
 
-    def descend(self, gradient: Params, norm: Tensor, number: int) -> None:
-        """Take one step down a gradient of known norm; `step` is counted by the caller, once for many updates."""
-        scale = None if self._clip is None else torch.clamp(self._clip / (norm + 1e-12), max=1.0)
-        for name, value in self.params.items():
-            value.grad = gradient[name] if scale is None else gradient[name] * scale
+    def descend(self, gradient: Tensor, norm: Tensor, number: int) -> None:
+        """Take one step down a flat gradient of known norm; `step` is counted by the caller, once for many updates."""
+        if self._clip is not None:
+            gradient = gradient * torch.clamp(self._clip / (norm + 1e-12), max=1.0)
+        tensors = self._tensors()
+        gradients = [gradient] if self._whole else self.named(gradient).values()
+        for tensor, value in zip(tensors, gradients, strict=True):
+            tensor.grad = value
         for group in self._optimizer.param_groups:
             group["lr"] = self.lr(number)
         self._optimizer.step()
-        for value in self.params.values():
-            value.grad = None
+        for tensor in tensors:
+            tensor.grad = None
 
     def restart(self, params: Params) -> None:
         """Begin anew from other parameters, the optimiser and its schedule too."""
         for name, value in self.params.items():
             value.copy_(params[name].detach())
-        self._optimizer = self._make(list(self.params.values()), lr=self._schedule[0][1])
+        self._optimizer = self._new_optimizer()
         self._schedule_start = self.step
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.flat] if self._whole else list(self.params.values())
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        return self._make(self._tensors(), lr=self._schedule[0][1])
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything, as a tree of tensors and plain values."""
@@ -94,9 +118,11 @@ class Outer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         _check_params(state["params"], self.params)
+        if len(state["optimizer"]["state"]) > len(self._tensors()):
+            raise ValueError("the state is of another optimiser, or of an earlier version")
         for name, value in self.params.items():
             value.copy_(state["params"][name])
-        self._optimizer = self._make(list(self.params.values()), lr=self._schedule[0][1])
+        self._optimizer = self._new_optimizer()
         whole = self._optimizer.state_dict()
         whole["state"] = {int(i): copy.deepcopy(values) for i, values in state["optimizer"]["state"].items()}
         for group, saved in zip(whole["param_groups"], state["optimizer"]["groups"], strict=True):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from metaleader.buffer import Draw
+from metaleader.inner import Params
 from metaleader.tasks import ClassBatch, Tree
 
 # Updates whose datapoints are gathered at once.
@@ -56,13 +57,14 @@ def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Dr
             pairs = [learner._gather(draw.at(part)) for learner, draw in zip(learners, draws, strict=True)]
             support, query = _stack([pair[0] for pair in pairs]), _stack([pair[1] for pair in pairs])
         at = lambda leaf: leaf[:, i % _GATHERED]  # noqa: B023, E731
-        params = _stack([learner.params for learner in learners])
+        params = _stacked_params(learners)
         noise = None if noises[0] is None else torch.stack([noise[i] for noise in noises if noise is not None])
         batches = tree_map(at, support), tree_map(at, query)
         losses, gradients = lead._engine.gradient(lead._objective, params, *batches, noise)
-        norms = torch.linalg.vector_norm(torch.cat([value.flatten(1) for value in gradients.values()], 1), dim=1)
+        flat = torch.cat([value.flatten(1) for value in gradients.values()], 1)
+        norms = torch.linalg.vector_norm(flat, dim=1)
         for r, learner in enumerate(learners):
-            learner._outer.descend({name: value[r] for name, value in gradients.items()}, norms[r], number)
+            learner._outer.descend(flat[r], norms[r], number)
         watched.append(torch.stack([losses, norms]))
     for learner in learners:
         learner._outer.step = numbers.stop
@@ -87,12 +89,18 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
     data = [learner._buffer.current() if learner.task is not None else None for learner in learners]
     if lead._network.has_dropout or data[0] is None:
         return None
-    params = _stack([learner.params for learner in learners])
+    params = _stacked_params(learners)
     classes = [learner._classes() for learner in learners]
     chosen = None if classes[0] is None else _stack(classes)
     seen = _stack(data)
     seen = seen if chosen is None else ClassBatch(seen.x, seen.y, chosen)
     return lead._engine.predictions(lead._network, lead._adaptation(), steps, params, seen, _stack(list(xs)), chosen)
+
+
+def _stacked_params(learners: Sequence[Learner]) -> Params:
+    outers = [learner._outer for learner in learners]
+    flat = outers[0].flat[None] if len(outers) == 1 else torch.stack([outer.flat for outer in outers])
+    return outers[0].named(flat)
 
 
 def _stack(trees: list[Any]) -> Any:
