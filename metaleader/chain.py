@@ -132,8 +132,12 @@ def _is_block(conv: nn.Module, norm: nn.Module, relu: nn.Module) -> bool:
 class Plan:
     """Where everything is in the flat parameters of a chain's convolutions, and the sizes of its images.
 
-    The first layer sees patches of the images, so its weight is that of a 1x1 convolution, its inputs padded with
-    zeros to a multiple of 16.
+    The first layer sees patches of the images, so its weight is that of a 1x1 convolution.
+
+    Args:
+        layers: the convolutions.
+        size: (height, width) of the images.
+        multiple: the inputs of the first layer are padded with zeros to a multiple of this.
 
     Attributes:
         sizes: (height, width) of every layer's input, then of the last one's output.
@@ -141,7 +145,7 @@ class Plan:
         total: the number of flat parameters a task.
     """
 
-    def __init__(self, layers: tuple[Layer, ...], size: tuple[int, int]) -> None:
+    def __init__(self, layers: tuple[Layer, ...], size: tuple[int, int], multiple: int = 1) -> None:
         self.layers = layers
         self.sizes = [size]
         self.inputs: list[int] = []
@@ -152,7 +156,7 @@ class Plan:
             reach = 2 * layer.padding - layer.kernel
             self.sizes.append(((high + reach) // layer.stride + 1, (wide + reach) // layer.stride + 1))
             width = layer.kernel**2 * layer.channels
-            self.inputs.append(-(-width // 16) * 16 if i == 0 else width)
+            self.inputs.append(-(-width // multiple) * multiple if i == 0 else width)
             at += 2 * layer.channels if i else 0
             self.starts.append(at)
             at += self.inputs[-1] * layer.filters
@@ -200,7 +204,11 @@ class Plan:
 def columns_of(images: Tensor, layer: Layer) -> Tensor:
     """Patches (tasks, rows, kernel * kernel * channels) of images (tasks, images, height, width, channels)."""
     pad = layer.padding
-    images = F.pad(images, (0, 0, pad, pad, pad, pad))
+    return windows_of(F.pad(images, (0, 0, pad, pad, pad, pad)), layer)
+
+
+def windows_of(images: Tensor, layer: Layer) -> Tensor:
+    """The same of images that are padded already."""
     windows = images.unfold(2, layer.kernel, layer.stride).unfold(3, layer.kernel, layer.stride)
     return windows.permute(0, 1, 2, 3, 5, 6, 4).flatten(4).flatten(1, 3)
 

@@ -167,14 +167,14 @@ class Engine:
     def _chain_gradient(
         self, chain: Chain, objective: Objective, params: Params, x: Tensor, compiled: bool = True
     ) -> ChainGradient:
-        plan = Plan(chain.layers, (x.shape[-2], x.shape[-1]))
+        size = (x.shape[-2], x.shape[-1])
         weight = next(iter(params.values()))
-        passes = TorchPasses(plan)
+        passes = TorchPasses(Plan(chain.layers, size))
         if weight.is_cuda and weight.dtype == torch.float32:
             with contextlib.suppress(ImportError):  # Triton comes with torch on Linux only
                 from metaleader.kernels import TritonPasses
 
-                passes = TritonPasses(plan) if TritonPasses.takes(plan) else passes
+                passes = TritonPasses(Plan(chain.layers, size, 16)) if TritonPasses.takes(chain.layers) else passes
         compiled = compiled and weight.is_cuda and self.mode != "eager"
         return ChainGradient(chain, objective, passes, compiled, _KEPT_STEPS if self.keep_linearisations else 0)
 

@@ -14,6 +14,7 @@ or by one where torch is allowed TF32.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from metaleader.chain import Plan
+from metaleader.chain import Layer, Plan
 
 
 @triton.jit
@@ -371,16 +372,16 @@ class _Saved:
 
 
 class TritonPasses:
-    """The four passes on a GPU, in float32."""
+    """The four passes on a GPU, in float32; the plan's first layer has inputs in multiples of 16."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._counts: dict[int, Tensor] = {}
 
     @staticmethod
-    def takes(plan: Plan) -> bool:
+    def takes(layers: Sequence[Layer]) -> bool:
         """Whether the kernels are made for these layers: powers of two, as tensor cores like them."""
-        return all(layer.filters in (16, 32, 64, 128) for layer in plan.layers)
+        return all(layer.filters in (16, 32, 64, 128) for layer in layers)
 
     def forward(self, flat: Tensor, patches: Tensor) -> tuple[Tensor, _Saved]:
         """The last convolution's output, and what the other passes need."""

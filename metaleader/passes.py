@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metaleader.chain import Plan, columns_of
+from metaleader.chain import Plan, windows_of
 
 
 @dataclass
@@ -73,11 +73,11 @@ class TorchPasses:
             away = y - y.mean(1, keepdim=True)
             variance = torch.linalg.vector_norm(away, dim=1, keepdim=True).square() / y.shape[1]
             inverse = torch.rsqrt(variance + layer.eps)
-            a = torch.addcmul(shift, away, scale * inverse).clamp_min_(0)
-            saved.columns.append(self._columns(a, i))
+            z = torch.addcmul(shift, away, scale * inverse)
+            saved.columns.append(self._columns(z, i, None))
             saved.away.append(away)
             saved.inverse.append(inverse)
-            saved.passed.append(a > 0)
+            saved.passed.append((z > 0).to(z.dtype))
             y = torch.bmm(saved.columns[i], plan.weight(flat, i))
         return y, saved
 
@@ -90,7 +90,7 @@ class TorchPasses:
         parts: list[Tensor] = []
         for i in reversed(range(1, layers)):
             parts.append(torch.bmm(saved.columns[i].mT, slope).flatten(1))
-            above = self._images(torch.bmm(slope, plan.weight(flat, i).mT), i).mul_(saved.passed[i])
+            above = self._images(torch.bmm(slope, plan.weight(flat, i).mT), i, saved.passed[i])
             inverse, rows = saved.inverse[i], above.shape[1]
             mean, along = above.mean(1, keepdim=True), (above * saved.away[i]).mean(1, keepdim=True) * inverse
             parts.append(torch.cat([along, mean], 2).flatten(1) * rows)
@@ -111,8 +111,8 @@ class TorchPasses:
             mean, along = y_dot.mean(1, keepdim=True), (y_dot * away).mean(1, keepdim=True) * inverse
             a = saved.factors[i].a
             f = inverse * (scale_dot - a * along)
-            a_dot = torch.addcmul(shift_dot - a * mean, y_dot, a).addcmul_(away, f).mul_(saved.passed[i])
-            columns = self._columns(a_dot, i)
+            z_dot = torch.addcmul(shift_dot - a * mean, y_dot, a).addcmul_(away, f)
+            columns = self._columns(z_dot, i, saved.passed[i])
             moved.append(_Moved(columns, y_dot, mean, along, f))
             y_dot = torch.bmm(columns, plan.weight(flat, i)).baddbmm_(saved.columns[i], plan.weight(v, i))
         return y_dot, moved
@@ -129,7 +129,7 @@ class TorchPasses:
             product = torch.bmm(dot.columns.mT, slope).baddbmm_(saved.columns[i].mT, slope_dot)
             parts.append(product.flatten(1))
             both = torch.bmm(slope_dot, plan.weight(flat, i).mT).baddbmm_(slope, plan.weight(v, i).mT)
-            above_dot = self._images(both, i).mul_(saved.passed[i])
+            above_dot = self._images(both, i, saved.passed[i])
             mean_dot = above_dot.mean(1, keepdim=True)
             # mean(above_dot scaled + above scaled_dot), with scaled_dot = inverse (y_dot - mean - scaled along)
             around = (above_dot * away).add_(above * dot.y).mean(1, keepdim=True)
@@ -145,10 +145,19 @@ class TorchPasses:
         """Subtract the parts, times step sizes if there are any."""
         return base - parts[:, 0] if rates is None else torch.addcmul(base, parts[:, 0], rates, value=-1)
 
-    def _columns(self, a: Tensor, i: int) -> Tensor:
-        return columns_of(a.unflatten(1, (-1, *self.plan.sizes[i])), self.plan.layers[i])
+    def _columns(self, z: Tensor, i: int, passed: Tensor | None) -> Tensor:
+        """Patches of ReLU's output; where it lets through is given for a tangent, and found for z itself."""
+        layer, (high, wide) = self.plan.layers[i], self.plan.sizes[i]
+        pad, z = layer.padding, z.unflatten(1, (-1, high, wide))
+        images = z.new_zeros(*z.shape[:2], high + 2 * pad, wide + 2 * pad, layer.channels)
+        inside = images[:, :, pad : pad + high, pad : pad + wide]
+        if passed is None:
+            torch.clamp_min(z, 0, out=inside)
+        else:
+            torch.mul(z, passed.view(z.shape), out=inside)
+        return windows_of(images, layer)
 
-    def _images(self, columns: Tensor, i: int) -> Tensor:
+    def _images(self, columns: Tensor, i: int, passed: Tensor) -> Tensor:
         """The transpose of `_columns`: what the patches of a layer's input add up to, (tasks, rows, channels)."""
         layer, (high, wide), (out_high, out_wide) = self.plan.layers[i], self.plan.sizes[i], self.plan.sizes[i + 1]
         k, s, pad = layer.kernel, layer.stride, layer.padding
@@ -157,4 +166,5 @@ class TorchPasses:
         for y in range(k):
             for x in range(k):
                 out[:, :, y : y + s * out_high : s, x : x + s * out_wide : s] += taps[:, :, :, :, y, x]
-        return out[:, :, pad : pad + high, pad : pad + wide].flatten(1, 3)
+        inside = out[:, :, pad : pad + high, pad : pad + wide]
+        return (inside * passed.view(inside.shape)).flatten(1, 3)

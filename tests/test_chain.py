@@ -213,9 +213,9 @@ def compare_passes(model: nn.Module, size: tuple[int, int], make: Any, device: t
     """Every pass of the kernels in float32 against torch's operations in float64."""
     chain = find_chain(Network(model, ml.losses.squared_error))
     assert chain is not None
-    plan = Plan(chain.layers, size)
+    plan = Plan(chain.layers, size, 16)
     slow, fast = TorchPasses(plan), make(plan)
-    assert fast.takes(plan)
+    assert fast.takes(chain.layers)
     spread = lambda name, *shape: oracles.normal(name, *shape, dtype=torch.float32).to(device)  # noqa: E731
     names = {name: value[None].to(device) for name, value in chain.network.params().items()}
     flat = plan.flatten(names) + 0.1 * spread("flat", 2, plan.total)
