@@ -243,11 +243,12 @@ class _Captured:
     """A program as one CUDA graph: inputs are copied in, outputs copied out."""
 
     def __init__(self, program: Callable[..., Any], inputs: tuple[Any, ...], pool: Any) -> None:
-        leaves, form = tree_flatten(inputs)
-        static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._inputs = [leaf for leaf in static if isinstance(leaf, Tensor)]
-        self._dtypes = {leaf.dtype for leaf in self._inputs}
-        given = tree_unflatten(static, form)
+        given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        static = _tensors(given)
+        # Of one dtype at a time, or torch copies them one by one.
+        dtypes = dict.fromkeys(leaf.dtype for leaf in static)
+        self._groups = [[i for i, leaf in enumerate(static) if leaf.dtype == dtype] for dtype in dtypes]
+        self._inputs = [[static[i] for i in group] for group in self._groups]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), compiling():
@@ -261,14 +262,18 @@ class _Captured:
         self._program = program
 
     def __call__(self, *inputs: Any) -> Any:
-        # Of one dtype at a time, or torch copies them one by one.
-        for dtype in self._dtypes:
-            of = lambda leaves: [leaf for leaf in leaves if leaf.dtype == dtype]  # noqa: B023, E731
-            torch._foreach_copy_(of(self._inputs), of(_tensors(inputs)))  # pyright: ignore[reportPrivateImportUsage]
+        leaves = _tensors(inputs)
+        for held, group in zip(self._inputs, self._groups, strict=True):
+            torch._foreach_copy_(held, [leaves[i] for i in group])  # pyright: ignore[reportPrivateImportUsage]
         self._graph.replay()
         copies = torch._foreach_mul(self._outputs, 1)  # pyright: ignore[reportPrivateImportUsage]
         return tree_unflatten(list(copies), self._out_form)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    """The tensors of nested dicts, by name, and tuples; written out, since torch's own takes as long as an update."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    by_name = (tree[name] for name in sorted(tree)) if isinstance(tree, dict) else ()
+    parts = tree if isinstance(tree, tuple | list) else by_name
+    return [leaf for part in parts for leaf in _tensors(part)]

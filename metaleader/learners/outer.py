@@ -33,6 +33,7 @@ class Outer:
     Attributes:
         flat: all parameters in one tensor, changed in place.
         params: views of it, by name.
+        alone: the same with a leading dimension, as of one learner among several.
         step: updates made.
     """
 
@@ -47,7 +48,7 @@ class Outer:
             raise ValueError(f"parameters must be of one dtype, got {sorted({str(v.dtype) for v in params.values()})}")
         self.flat = torch.cat([value.flatten() for value in params.values()])
         self._shapes = {name: value.shape for name, value in params.items()}
-        self.params = self.named(self.flat)
+        self.params, self.alone = self.named(self.flat), self.named(self.flat[None])
         self.step = 0
         self._clip = clip
         self._schedule = _checked_schedule(meta_lr)

@@ -99,8 +99,9 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
 
 def _stacked_params(learners: Sequence[Learner]) -> Params:
     outers = [learner._outer for learner in learners]
-    flat = outers[0].flat[None] if len(outers) == 1 else torch.stack([outer.flat for outer in outers])
-    return outers[0].named(flat)
+    if len(outers) == 1:
+        return outers[0].alone
+    return outers[0].named(torch.stack([outer.flat for outer in outers]))
 
 
 def _stack(trees: list[Any]) -> Any:
