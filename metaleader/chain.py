@@ -15,7 +15,6 @@ Images are held as (tasks, rows, channels), a row for each pixel of each image: 
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.compiled import compile_whole, compiling
@@ -86,7 +86,7 @@ class Chain:
 def find_chain(network: Network) -> Chain | None:
     """Divide a network, if it is a sequence that begins with a plain convolution, batch norm and ReLU."""
     module = network.module
-    if type(module) is not nn.Sequential or network.has_dropout:
+    if type(module) is not nn.Sequential or network.has_dropout or _has_hooks(module):
         return None
     parts = list(module.named_children())
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -122,7 +122,13 @@ def find_chain(network: Network) -> Chain | None:
     return Chain(network, tuple(layers), head, tuple(silent))
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
 def _is_block(conv: nn.Module, norm: nn.Module, relu: nn.Module) -> bool:
+    if any(_has_hooks(part) for part in (conv, norm, relu)):
+        return False
     if type(conv) is not Conv2d or type(norm) is not BatchNorm or type(relu) is not nn.ReLU:
         return False
     square = all(len(set(pair)) == 1 for pair in (conv.stride, conv.padding, conv.weight.shape[2:]))
@@ -143,6 +149,7 @@ class Plan:
         sizes: (height, width) of every layer's input, then of the last one's output.
         starts: for each layer, where its weight begins; its batch norm's scale and shift come before it.
         total: the number of flat parameters a task.
+        largest: the numbers in the patches of an image, at the layer where they are most.
     """
 
     def __init__(self, layers: tuple[Layer, ...], size: tuple[int, int], multiple: int = 1) -> None:
@@ -161,6 +168,8 @@ class Plan:
             self.starts.append(at)
             at += self.inputs[-1] * layer.filters
         self.total = at
+        outputs = (high * wide for high, wide in self.sizes[1:])
+        self.largest = max(inputs * output for inputs, output in zip(self.inputs, outputs, strict=True))
 
     def weight(self, flat: Tensor, i: int) -> Tensor:
         """The weight of layer i, (tasks, inputs, filters), as a view of the flat parameters."""
@@ -239,6 +248,10 @@ class Passes(Protocol):
         ...
 
 
+# The size of the largest tensor that a chain works with on the CPU.
+_CPU_NUMBERS = 2**22
+
+
 class ChainGradient:
     """The gradient of an update of a chain, for learners side by side; every tensor has replicas in front, then tasks.
 
@@ -255,8 +268,7 @@ class ChainGradient:
         self.chain, self.objective, self.passes, self.plan = chain, objective, passes, passes.plan
         self.keep = objective.inner_steps <= keep
         self._moving = moving_names(chain.names, objective.only)
-        self._head_rates = {name: objective.rate(name) if name in self._moving else 0.0 for name in chain.head_names}
-        self._rates: Tensor | None = None
+        self._flat_rates: Tensor | None = None
         self._compiled = compiled
         wrap = compile_whole if compiled else (lambda f: f)
         self._prepare, self._step = wrap(self._prepare_images), wrap(self._head_step)
@@ -267,12 +279,17 @@ class ChainGradient:
         self, params: Params, support: Batch | ClassBatch, query: Batch | ClassBatch, noise: None = None
     ) -> tuple[Tensor, Params]:
         """Losses (replicas,) and gradients."""
-        with compiling() if self._compiled else contextlib.nullcontext():
+        # Fused attention, in the head, has no second derivative; the plain one has.
+        with compiling() if self._compiled else sdpa_kernel(SDPBackend.MATH):
             return self._mean(params, support, query)
 
     def _mean(self, params: Params, support: Batch | ClassBatch, query: Batch | ClassBatch) -> tuple[Tensor, Params]:
-        num_tasks = tree_leaves(query)[0].shape[1]
+        replicas, num_tasks = tree_leaves(query)[0].shape[:2]
         chunk = self.objective.chunk or num_tasks
+        if not tree_leaves(query)[0].is_cuda:
+            # Tensors that a CPU's allocator keeps, instead of asking the system for their pages each time.
+            images = max(tree_leaves(batch)[0].shape[2] for batch in (support, query))
+            chunk = min(chunk, max(1, _CPU_NUMBERS // (replicas * images * self.plan.largest)))
         total: tuple[Tensor, Params] | None = None
         for start in range(0, num_tasks, chunk):
             part = lambda leaf: leaf[:, start : start + chunk]  # noqa: B023, E731
@@ -286,13 +303,12 @@ class ChainGradient:
         spread = lambda value: value.repeat_interleave(tasks, 0)  # noqa: E731
         flat = spread(self.plan.flatten(params))
         head = {name: spread(params[name]) for name in self.chain.head_names}
-        if self._rates is None:
-            self._rates = self._flat_rates(params)
+        rates = self._rates(params)
         path: list[_Step] = []
         patches = self._prepare(support.x) if self.objective.inner_steps else flat
         for _ in range(self.objective.inner_steps):
             before = flat, head
-            flat, head, y, saved = self._inner_step(flat, head, patches, support[1:])
+            flat, head, y, saved = self._inner_step(flat, head, patches, support[1:], rates)
             path.append(_Step(*before, y, saved) if self.keep else _Step(*before))
         y, saved = self.passes.forward(flat, self._prepare(query.x))
         losses, slope, lam_head = self._query(y, head, query[1:])
@@ -301,8 +317,8 @@ class ChainGradient:
         while path and not self.objective.first_order:
             flat, head, y, saved = path.pop()
             if saved is None or y is None:
-                _, _, y, saved = self._inner_step(flat, head, patches, support[1:])
-            v = lam * self._rates
+                _, _, y, saved = self._inner_step(flat, head, patches, support[1:], rates)
+            v = lam * rates
             y_dot, moved = self.passes.forward_tangent(flat, saved, v)
             slope_dot, lam_head = self._curve(y, head, support[1:], y_dot, lam_head)
             parts = self.passes.backward_tangent(flat, saved, v, moved, slope_dot)
@@ -315,10 +331,13 @@ class ChainGradient:
     @torch.no_grad()
     def adapted(self, params: Params, data: Batch | ClassBatch, steps: Sequence[int]) -> dict[int, Params]:
         """The parameters after each of these numbers of inner steps on data with replicas in front."""
+        with sdpa_kernel(SDPBackend.MATH):
+            return self._adapted(params, data, steps)
+
+    def _adapted(self, params: Params, data: Batch | ClassBatch, steps: Sequence[int]) -> dict[int, Params]:
         flat = self.plan.flatten(params)
         head = {name: params[name] for name in self.chain.head_names}
-        if self._rates is None:
-            self._rates = self._flat_rates(params)
+        rates = self._rates(params)
         patches = self._prepare(data.x)
         still = {name: params[name] for name in self.chain.silent}
         found: dict[int, Params] = {}
@@ -326,25 +345,33 @@ class ChainGradient:
             if s in steps:
                 found[s] = self.plan.unflatten(flat) | head | still
             if s < max(steps):
-                flat, head, _, _ = self._inner_step(flat, head, patches, data[1:])
+                flat, head, _, _ = self._inner_step(flat, head, patches, data[1:], rates)
         return found
 
     def _inner_step(
-        self, flat: Tensor, head: Params, patches: Tensor, target: Any
+        self, flat: Tensor, head: Params, patches: Tensor, target: Any, rates: Tensor
     ) -> tuple[Tensor, Params, Tensor, Any]:
         """Parameters after an inner step, and what its passes left behind."""
-        assert self._rates is not None
         out, saved = self.passes.forward(flat, patches)
         slope, after = self._step(out, head, target)
         parts = self.passes.backward(flat, saved, slope)
-        return self.passes.descend(flat, parts, self._rates), after, out, saved
+        return self.passes.descend(flat, parts, rates), after, out, saved
 
     def _prepare_images(self, x: Tensor) -> Tensor:
         return self.plan.patches(vmap(self.chain.network.preprocess)(x))
 
-    def _flat_rates(self, params: Params) -> Tensor:
-        rate = lambda name: self.objective.rate(name) if name in self._moving else 0.0  # noqa: E731
-        return self.plan.flatten({name: torch.ones_like(value[:1]) * rate(name) for name, value in params.items()})
+    def _rate(self, name: str) -> float | Tensor:
+        return self.objective.rate(name) if name in self._moving else 0.0
+
+    def _rates(self, params: Params) -> Tensor:
+        """The step sizes of the flat parameters, (1, total); tensors are looked at anew each time."""
+        if self._flat_rates is not None:
+            return self._flat_rates
+        found = {name: torch.ones_like(value[:1]) * self._rate(name) for name, value in params.items()}
+        flat = self.plan.flatten(found)
+        if not any(isinstance(self._rate(name), Tensor) for name in params):
+            self._flat_rates = flat
+        return flat
 
     def _loss(self, y: Tensor, head: Params, target: Any) -> Tensor:
         return self.chain.head_loss(y, head, target, self.plan.sizes[-1])
@@ -357,14 +384,14 @@ class ChainGradient:
     def _head_step(self, y: Tensor, head: Params, target: Any) -> tuple[Tensor, Params]:
         """The slope at the output, and the head after an inner step."""
         slope, gradient = vmap(grad(self._loss, argnums=(0, 1)))(y, head, target)
-        return slope, {name: value - self._head_rates[name] * gradient[name] for name, value in head.items()}
+        return slope, {name: value - self._rate(name) * gradient[name] for name, value in head.items()}
 
     def _head_curve(self, y: Tensor, head: Params, target: Any, y_dot: Tensor, lam: Params) -> tuple[Tensor, Params]:
         """The tangent of the slope, and the adjoint step of the head: the gradient of <gradient, direction>."""
 
         def along(y: Tensor, head: Params, target: Any, y_dot: Tensor, lam: Params) -> Tensor:
             slope, gradient = grad(self._loss, argnums=(0, 1))(y, head, target)
-            products = [(gradient[n] * lam[n]).sum() * self._head_rates[n] for n in gradient if n in self._moving]
+            products = [(gradient[n] * lam[n]).sum() * self._rate(n) for n in gradient if n in self._moving]
             return torch.stack([(slope * y_dot).sum(), *products]).sum()
 
         slope_dot, change = vmap(grad(along, argnums=(0, 1)))(y, head, target, y_dot, lam)

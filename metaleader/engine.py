@@ -72,7 +72,6 @@ class Engine:
         self.mode: Mode = mode
         self.keep_linearisations = keep_linearisations
         self._programs: dict[Any, Callable[..., Any]] = {}
-        self._chains: dict[Network, Chain | None] = {}
         self._pool: Any = None
 
     @torch.no_grad()
@@ -108,38 +107,52 @@ class Engine:
             (network, adaptation and adaptation.key(), steps),
             inputs,
             lambda: self._prediction_program(network, adaptation, steps, params, data),
+            decides=False,
         )
 
-    def _run(self, what: Any, inputs: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Any:
-        key = (what, tuple((tuple(leaf.shape), leaf.dtype) for leaf in _tensors(inputs)))
-        with convolutions_as_matmul():
-            if key not in self._programs:
+    def _run(
+        self, what: Any, inputs: tuple[Any, ...], make: Callable[[], Callable[..., Any]], decides: bool = True
+    ) -> Any:
+        """Run the program for inputs of such shapes, made at the first call; one that decides and fails is the last."""
+        leaves = _tensors(inputs)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = (what, shapes, torch.backends.cuda.matmul.allow_tf32)
+        on_device = torch.cuda.device(leaves[0].device) if leaves[0].is_cuda else contextlib.nullcontext()
+        with convolutions_as_matmul(), on_device:
+            program = self._programs.pop(key, None)
+            result = None
+            if program is None and self.mode == "eager":
+                program = make()
+            elif program is None:
                 try:
-                    program = make()
-                    if self.mode == "captured":
-                        # One pool for all graphs: they run one at a time, and what they return is copied.
-                        self._pool = self._pool or torch.cuda.graph_pool_handle()
-                        program = _Captured(program, inputs, self._pool)
-                    else:
-                        program(*inputs)
+                    program, result = self._started(make(), inputs)
                 except Exception as error:
-                    if self.mode == "eager":
-                        raise
                     reason = " ".join(str(error).split())[:300] or type(error).__name__
                     _log.warning("the network does not compile, going on eagerly: %s", reason)
-                    self.mode = "eager"
+                    self.mode = "eager" if decides else self.mode
                     program = make()
-                if len(self._programs) == _PROGRAMS:
-                    del self._programs[next(iter(self._programs))]
-                self._programs[key] = program
-            return self._programs[key](*inputs)
+            # The one used last goes last: the first is the one to forget.
+            self._programs[key] = program
+            if len(self._programs) > _PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            return program(*inputs) if result is None else result
+
+    def _started(self, program: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Callable[..., Any], Any]:
+        """A program that has run once, as a graph where that is the mode, and what it gave."""
+        if self.mode != "captured":
+            return program, program(*inputs)
+        # One pool for all graphs: they run one at a time, and what they return is copied.
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = _Captured(program, inputs, self._pool)
+        return graph, graph(*inputs)
 
     def _gradient_program(
         self, objective: Objective, params: Params, support: Any, query: Any, noise: Tensor | None
     ) -> Callable[..., tuple[Tensor, Params]]:
-        chain = self._chain(objective.network)
-        if chain is not None and noise is None:
-            return self._chain_gradient(chain, objective, params, query.x)
+        chain = find_chain(objective.network) if noise is None else None
+        size = _image_size(objective.network, tree_map(lambda leaf: leaf[0, 0], query.x))
+        if chain is not None and size is not None:
+            return self._chain_gradient(chain, objective, params, size)
         if self.mode == "eager":
             return _Eager(objective)
         check_curvature(objective, params, support, noise)
@@ -153,21 +166,17 @@ class Engine:
         params: Params,
         data: Batch | ClassBatch | None,
     ) -> Callable[..., dict[str, Tensor]]:
-        chain = self._chain(network)
-        if adaptation is None or data is None or chain is None:
+        if adaptation is None or data is None:
+            return _Predictions(network, adaptation, steps, None)
+        chain, size = find_chain(network), _image_size(network, tree_map(lambda leaf: leaf[0], data.x))
+        if chain is None or size is None:
             return _Predictions(network, adaptation, steps, None)
         objective = Objective(network, adaptation.lr, max(steps), only=adaptation.only)
-        return _Predictions(network, adaptation, steps, self._chain_gradient(chain, objective, params, data.x, False))
-
-    def _chain(self, network: Network) -> Chain | None:
-        if network not in self._chains:
-            self._chains[network] = find_chain(network)
-        return self._chains[network]
+        return _Predictions(network, adaptation, steps, self._chain_gradient(chain, objective, params, size, False))
 
     def _chain_gradient(
-        self, chain: Chain, objective: Objective, params: Params, x: Tensor, compiled: bool = True
+        self, chain: Chain, objective: Objective, params: Params, size: tuple[int, int], compiled: bool = True
     ) -> ChainGradient:
-        size = (x.shape[-2], x.shape[-1])
         weight = next(iter(params.values()))
         passes = TorchPasses(Plan(chain.layers, size))
         if weight.is_cuda and weight.dtype == torch.float32:
@@ -276,4 +285,12 @@ def _tensors(tree: Any) -> list[Tensor]:
         return [tree]
     by_name = (tree[name] for name in sorted(tree)) if isinstance(tree, dict) else ()
     parts = tree if isinstance(tree, tuple | list) else by_name
+    if not isinstance(tree, dict | tuple | list):
+        return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
     return [leaf for part in parts for leaf in _tensors(part)]
+
+
+def _image_size(network: Network, x: Any) -> tuple[int, int] | None:
+    """The height and width of one task's images as the network sees them; None where they are no images."""
+    seen = network.preprocess(x)
+    return (seen.shape[2], seen.shape[3]) if isinstance(seen, Tensor) and seen.ndim == 4 else None

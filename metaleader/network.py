@@ -272,7 +272,7 @@ def _functional_copy(module: nn.Module) -> nn.Module:
             if part.track_running_stats:
                 tracked.append(name)
             replaced[part] = BatchNorm(part)
-        elif isinstance(part, nn.Conv2d) and Conv2d.replaces(part):
+        elif type(part) is nn.Conv2d and Conv2d.replaces(part):
             replaced[part] = Conv2d(part)
         elif isinstance(part, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
             replaced[part] = SeededDropout(part.p, isinstance(part, _CHANNEL_DROPOUT))

@@ -31,7 +31,8 @@ class Objective:
 
     def rate(self, name: str) -> float | Tensor:
         """The step size of a parameter that moves."""
-        return self.inner_lr[name] if isinstance(self.inner_lr, Mapping) else self.inner_lr
+        rate = self.inner_lr[name] if isinstance(self.inner_lr, Mapping) else self.inner_lr
+        return rate.reshape(()) if isinstance(rate, Tensor) else rate
 
     def gradient(self, params: Params, support: Any, query: Any, noise: Tensor | None) -> tuple[Tensor, Params]:
         """Loss and gradient of one learner, eagerly."""

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -144,6 +145,144 @@ def test_predictions_are_those_of_the_adapted_nets(model: str) -> None:
         for steps, net in zip((2, 0, 3), learner.adapt(steps=[2, 0, 3], statistics="batch"), strict=True):
             torch.testing.assert_close(found[str(steps)][r], net(x).detach(), rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(found["task"][r], learner.adapt(2, "task")(x).detach(), rtol=1e-8, atol=1e-10)
+
+
+def seen(learner: ml.Learner, x: Any) -> ml.Learner:
+    learner.begin("a")
+    learner.observe(x, oracles.labels("y", 3, 6), update=False)
+    return learner
+
+
+PREPARED: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "turned": (lambda x: x.transpose(2, 3), oracles.normal("turned", 6, 2, 7, 9)),
+    "channels last": (lambda x: x.permute(0, 3, 1, 2), oracles.normal("last", 6, 9, 7, 2)),
+    "cropped": (lambda x: x[:, :, 1:-1, 2:], oracles.normal("cropped", 6, 2, 11, 9)),
+    "of a dict": (lambda x: x["image"], {"image": oracles.normal("dict", 6, 2, 9, 7)}),
+    "flat": (lambda x: x.view(-1, 2, 9, 7), oracles.normal("flat", 6, 126)),
+}
+
+
+@pytest.mark.parametrize(("preprocess", "x"), PREPARED.values(), ids=PREPARED.keys())
+def test_images_are_those_that_the_network_sees(preprocess: Callable[[Any], Any], x: Any) -> None:
+    options: dict[str, Any] = {"support": 3, "query": 3, "inner_steps": 1, "optimizer": "sgd", "meta_lr": 0.1}
+    chain = seen(ml.FTML(conv_net, ml.losses.cross_entropy, preprocess=preprocess, **options), x)
+    plain = seen(
+        ml.FTML(lambda: nn.Sequential(conv_net()), ml.losses.cross_entropy, preprocess=preprocess, **options), x
+    )
+    for learner in (chain, plain):
+        learner.update(1)
+    for name, value in chain.params.items():
+        torch.testing.assert_close(plain.params[f"0.{name}"], value, rtol=1e-8, atol=1e-10, msg=name)
+    found = predict_together([chain], [x], (3,))
+    assert found is not None
+    torch.testing.assert_close(found["3"][0], chain.adapt(3, "batch")(x).detach(), rtol=1e-8, atol=1e-10)
+
+
+def attention_net() -> nn.Module:
+    class Attend(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.flatten(2).mT
+            return nn.functional.scaled_dot_product_attention(rows, rows, rows).mean(1)
+
+    parts = list(conv_net().children())
+    return nn.Sequential(*parts[:9], Attend(), nn.Linear(6, 3)).double()
+
+
+def test_attention_in_the_head() -> None:
+    program, objective, params, support, query = work(attention_net())
+    _, found = program(params, support, query)
+    own = {name: value[0] for name, value in params.items()}
+    first = Batch(support.x[0], support.y[0]), Batch(query.x[0], query.y[0])
+    for name, value in objective.gradient(own, *first, None)[1].items():
+        torch.testing.assert_close(found[name][0], value, rtol=1e-8, atol=1e-11, msg=name)
+
+
+def hooked(which: str) -> nn.Module:
+    net = conv_net()
+    part = net if which == "whole" else list(net.children())[2]
+
+    def negate(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return -out
+
+    part.register_forward_hook(negate)
+    return net
+
+
+@pytest.mark.parametrize("which", ["whole", "a ReLU"])
+def test_hooks_are_kept(which: str) -> None:
+    chain = find_chain(Network(hooked(which), ml.losses.cross_entropy))
+    assert chain is None
+
+
+def test_step_sizes_that_are_tensors() -> None:
+    """One of shape (1,), and one that is changed in place between two calls."""
+    for rate in (torch.tensor([0.3], dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)):
+        program, _, params, support, query = work(conv_net(), inner_lr=rate)
+        program(params, support, query)
+        rate.fill_(0.2)
+        _, found = program(params, support, query)
+        _, expected = work(conv_net(), inner_lr=0.2)[0](params, support, query)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_learners_that_differ_are_asked_one_by_one() -> None:
+    x = oracles.normal("turned", 6, 2, *SIZE)
+    first, second = (seen(ml.FTL(conv_net, ml.losses.cross_entropy, inner_lr=lr), x) for lr in (0.01, 0.5))
+    assert predict_together([first], [x], (1,)) is not None
+    assert predict_together([first, second], [x, x], (1,)) is None, "their step sizes differ"
+    assert predict_together([first, first], [x, x[:4]], (1,)) is None, "their rows differ"
+    assert predict_together([first, ml.FTL(conv_net, ml.losses.cross_entropy)], [x, x], (1,)) is None, "one has no data"
+    with pytest.raises(ValueError, match="steps must be an integer"):
+        predict_together([first], [x], (-1,))
+
+
+def test_a_failed_prediction_leaves_the_mode_as_it_is() -> None:
+    engine = Engine("compiled")
+    x = oracles.normal("turned", 6, 2, *SIZE)
+    learner = seen(ml.FTML(conv_net, ml.losses.cross_entropy, engine=engine), x)
+    with pytest.raises(RuntimeError):
+        predict_together([learner], [x[:, :1]], (1,))
+    assert engine.mode == "compiled"
+
+
+@pytest.mark.parametrize("optimizer", ["adam", torch.optim.Adam])
+def test_a_pickled_learner_goes_on(optimizer: Any) -> None:
+    x = oracles.normal("turned", 6, 2, *SIZE)
+    options: dict[str, Any] = {"support": 2, "query": 2, "tasks_per_step": 2, "optimizer": optimizer}
+    first = seen(ml.FTML(conv_net(), ml.losses.cross_entropy, **options), x)
+    first.update(1)
+    again = pickle.loads(pickle.dumps(first))
+    for learner in (first, again):
+        learner.update(2)
+    for name, value in first.params.items():
+        assert torch.equal(again.params[name], value), name
+
+
+def test_a_users_optimiser_may_replace_the_data_of_a_parameter() -> None:
+    class Replacing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for value in group["params"]:
+                    value.data = value.data - group["lr"] * value.grad
+
+    x = oracles.normal("turned", 6, 2, *SIZE)
+    ways = [Replacing, torch.optim.SGD]
+    learners = [seen(ml.TOE(conv_net, ml.losses.cross_entropy, query=5, optimizer=way), x) for way in ways]
+    for learner in learners:
+        learner.update(4)
+    for name, value in learners[1].params.items():
+        torch.testing.assert_close(learners[0].params[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_the_state_of_another_optimiser_is_refused() -> None:
+    x = oracles.normal("turned", 6, 2, *SIZE)
+    adam, other = (
+        seen(ml.TOE(conv_net, ml.losses.cross_entropy, query=3, optimizer=way), x) for way in ("adam", torch.optim.Adam)
+    )
+    adam.update(1)
+    with pytest.raises(ValueError, match="of another optimiser"):
+        other.load_state_dict(adam.state_dict())
 
 
 def block(groups: int = 1, stride: int | tuple[int, int] = 1) -> list[nn.Module]:

@@ -27,13 +27,12 @@ _OPTIMIZERS: dict[str, OptimizerFactory] = {
 class Outer:
     """Parameters with their optimiser.
 
-    The library's own optimisers go element by element, so they see one tensor: a step is then one launch. A user's
-    function gets the parameters one by one.
+    The library's own optimisers go element by element, so they see one tensor, of which the parameters are views: a
+    step is then one launch. A user's function gets the parameters one by one.
 
     Attributes:
-        flat: all parameters in one tensor, changed in place.
-        params: views of it, by name.
-        alone: the same with a leading dimension, as of one learner among several.
+        params: changed in place.
+        flat: all of them in one tensor; None with a user's optimiser.
         step: updates made.
     """
 
@@ -46,17 +45,35 @@ class Outer:
             raise ValueError(f"clip must be positive or None, got {clip}")
         if len({value.dtype for value in params.values()}) > 1:
             raise ValueError(f"parameters must be of one dtype, got {sorted({str(v.dtype) for v in params.values()})}")
-        self.flat = torch.cat([value.flatten() for value in params.values()])
         self._shapes = {name: value.shape for name, value in params.items()}
-        self.params, self.alone = self.named(self.flat), self.named(self.flat[None])
+        whole = isinstance(optimizer, str)
+        self.flat = torch.cat([value.flatten() for value in params.values()]) if whole else None
+        self.params = params
+        self._set_views()
         self.step = 0
         self._clip = clip
         self._schedule = _checked_schedule(meta_lr)
         # The update that the schedule counts from; a learner that starts anew moves it.
         self._schedule_start = 0
         self._make = _OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-        self._whole = isinstance(optimizer, str)
         self._optimizer = self._new_optimizer()
+
+    def _set_views(self) -> None:
+        if self.flat is not None:
+            self.params, self._alone = self.named(self.flat), self.named(self.flat[None])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Pickle does not keep that the parameters are views.
+        self.__dict__.update(state)
+        self._set_views()
+
+    @staticmethod
+    def together(outers: Sequence[Outer]) -> Params:
+        """The parameters of several, by name, with a leading dimension."""
+        first, flats = outers[0], [outer.flat for outer in outers if outer.flat is not None]
+        if len(flats) < len(outers):
+            return {name: torch.stack([outer.params[name] for outer in outers]) for name in first.params}
+        return first._alone if len(outers) == 1 else first.named(torch.stack(flats))
 
     def named(self, flat: Tensor) -> Params:
         """What is flat, (..., number of parameters), by name."""
@@ -73,7 +90,7 @@ class Outer:
         if self._clip is not None:
             gradient = gradient * torch.clamp(self._clip / (norm + 1e-12), max=1.0)
         tensors = self._tensors()
-        gradients = [gradient] if self._whole else self.named(gradient).values()
+        gradients = self.named(gradient).values() if self.flat is None else [gradient]
         for tensor, value in zip(tensors, gradients, strict=True):
             tensor.grad = value
         for group in self._optimizer.param_groups:
@@ -90,7 +107,7 @@ class Outer:
         self._schedule_start = self.step
 
     def _tensors(self) -> list[Tensor]:
-        return [self.flat] if self._whole else list(self.params.values())
+        return list(self.params.values()) if self.flat is None else [self.flat]
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         return self._make(self._tensors(), lr=self._schedule[0][1])
@@ -119,8 +136,11 @@ class Outer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         _check_params(state["params"], self.params)
-        if len(state["optimizer"]["state"]) > len(self._tensors()):
-            raise ValueError("the state is of another optimiser, or of an earlier version")
+        shapes = dict(enumerate(tensor.shape for tensor in self._tensors()))
+        for i, values in state["optimizer"]["state"].items():
+            kept = [value.shape for value in values.values() if isinstance(value, Tensor) and value.ndim > 0]
+            if any(shape != shapes.get(int(i)) for shape in kept):
+                raise ValueError("the state is of another optimiser, or of an earlier version; start the learner anew")
         for name, value in self.params.items():
             value.copy_(state["params"][name])
         self._optimizer = self._new_optimizer()

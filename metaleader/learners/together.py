@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from metaleader.buffer import Draw
-from metaleader.inner import Params
-from metaleader.tasks import ClassBatch, Tree
+from metaleader.learners.outer import Outer
+from metaleader.learners.start import check_integer
+from metaleader.tasks import ClassBatch, Tree, shapes
 
 # Updates whose datapoints are gathered at once.
 _GATHERED = 10
@@ -57,7 +58,7 @@ def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Dr
             pairs = [learner._gather(draw.at(part)) for learner, draw in zip(learners, draws, strict=True)]
             support, query = _stack([pair[0] for pair in pairs]), _stack([pair[1] for pair in pairs])
         at = lambda leaf: leaf[:, i % _GATHERED]  # noqa: B023, E731
-        params = _stacked_params(learners)
+        params = Outer.together([learner._outer for learner in learners])
         noise = None if noises[0] is None else torch.stack([noise[i] for noise in noises if noise is not None])
         batches = tree_map(at, support), tree_map(at, query)
         losses, gradients = lead._engine.gradient(lead._objective, params, *batches, noise)
@@ -83,25 +84,25 @@ def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Dr
 def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Sequence[int]) -> dict[str, Tensor] | None:
     """What learners of one shape predict once adapted to D_t, (learners, rows, ...), by numbers of steps and "task".
 
-    None for a network with dropout, whose masks are each learner's own.
+    None where they must be asked one by one: with dropout, whose masks are each learner's own, without data, and where
+    learners, data or rows are not alike.
     """
-    lead = learners[0]
+    lead, how = learners[0], [learner._adaptation() for learner in learners]
+    for number in steps:
+        check_integer("steps", number, 0)
     data = [learner._buffer.current() if learner.task is not None else None for learner in learners]
-    if lead._network.has_dropout or data[0] is None:
+    if lead._network.has_dropout or any(batch is None for batch in data):
         return None
-    params = _stacked_params(learners)
+    kinds = {(type(one), own and own.key()) for one, own in zip(learners, how, strict=True)}
+    sizes = {str(shapes(pair)) for pair in zip(data, xs, strict=True)}
+    if len(kinds) > 1 or len(sizes) > 1:
+        return None
+    params = Outer.together([learner._outer for learner in learners])
     classes = [learner._classes() for learner in learners]
     chosen = None if classes[0] is None else _stack(classes)
     seen = _stack(data)
     seen = seen if chosen is None else ClassBatch(seen.x, seen.y, chosen)
-    return lead._engine.predictions(lead._network, lead._adaptation(), steps, params, seen, _stack(list(xs)), chosen)
-
-
-def _stacked_params(learners: Sequence[Learner]) -> Params:
-    outers = [learner._outer for learner in learners]
-    if len(outers) == 1:
-        return outers[0].alone
-    return outers[0].named(torch.stack([outer.flat for outer in outers]))
+    return lead._engine.predictions(lead._network, how[0], steps, params, seen, _stack(list(xs)), chosen)
 
 
 def _stack(trees: list[Any]) -> Any:
