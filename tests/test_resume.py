@@ -24,7 +24,7 @@ from metaleader.presets import PRESETS
 from metaleader.runs import read_records, read_times
 from metaleader.store import load_tree
 
-RUN = ("run", "sinusoid", "--schedule", "quick", "--tasks", "3", "--seeds", "1", "--methods", "toe,scratch", "--out")
+RUN = ("run", "sinusoid", "--schedule", "quick", "--tasks", "6", "--seeds", "1", "--methods", "toe,scratch", "--out")
 KILLS = 100
 
 
@@ -301,11 +301,14 @@ def test_an_interrupt_says_how_to_resume(whole, tmp_path, presets):
     folder = tmp_path / "run"
     process = start(*RUN, folder)
     wait_for(process, lambda: (folder / "checkpoint" / "toe.safetensors").exists())
+    # Held still, or it may be done before it is interrupted.
+    process.send_signal(signal.SIGSTOP)
     saved = size(folder / "records.csv")
     # Somebody else wants the folder meanwhile.
     with pytest.raises(ValueError, match="in use by another process"):
         resume_experiment(folder)
     process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     assert f"Go on with: metaleader resume {folder}" in out
