@@ -264,7 +264,11 @@ def whole(tmp_path_factory):
 def start(*arguments):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "metaleader", *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A test run in the background of a shell ignores interrupts, and hands that on.
+    return subprocess.Popen(
+        command, env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **pipes
+    )
 
 
 def wait_for(process, condition, seconds=120):
