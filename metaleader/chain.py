@@ -268,11 +268,14 @@ class ChainGradient:
         self.chain, self.objective, self.passes, self.plan = chain, objective, passes, passes.plan
         self.keep = objective.inner_steps <= keep
         self._moving = moving_names(chain.names, objective.only)
+        # Whether the inner loop changes what the convolutions make of the images.
+        self._body_moves = bool(self._moving - {*chain.head_names, *chain.silent})
         self._flat_rates: Tensor | None = None
         self._compiled = compiled
         wrap = compile_whole if compiled else (lambda f: f)
         self._prepare, self._step = wrap(self._prepare_images), wrap(self._head_step)
         self._query, self._curve = wrap(self._head_gradient), wrap(self._head_curve)
+        self._spread, self._collect = wrap(self._spread_params), wrap(self._collect_tasks)
 
     @torch.no_grad()
     def __call__(
@@ -293,17 +296,41 @@ class ChainGradient:
         total: tuple[Tensor, Params] | None = None
         for start in range(0, num_tasks, chunk):
             part = lambda leaf: leaf[:, start : start + chunk]  # noqa: B023, E731
-            sums = self._sums(params, tree_map(part, support), tree_map(part, query))
-            total = sums if total is None else tree_map(torch.add, total, sums)
-        return tree_map(lambda value: value / num_tasks, total)
+            share = self._part(params, tree_map(part, support), tree_map(part, query), num_tasks)
+            total = share if total is None else tree_map(torch.add, total, share)
+        assert total is not None
+        return total
 
-    def _sums(self, params: Params, support: Batch | ClassBatch, query: Batch | ClassBatch) -> tuple[Tensor, Params]:
-        replicas, tasks = tree_leaves(query)[0].shape[:2]
+    def _part(
+        self, params: Params, support: Batch | ClassBatch, query: Batch | ClassBatch, num_tasks: int
+    ) -> tuple[Tensor, Params]:
+        """What some of the tasks add to the mean."""
+        tasks = tree_leaves(query)[0].shape[1]
         support, query = tree_map(lambda leaf: leaf.flatten(0, 1), (support, query))
-        spread = lambda value: value.repeat_interleave(tasks, 0)  # noqa: E731
-        flat = spread(self.plan.flatten(params))
-        head = {name: spread(params[name]) for name in self.chain.head_names}
-        rates = self._rates(params)
+        flat, head = self._spread(params, tasks)
+        path = self._way_through_all if self._body_moves or not self.objective.inner_steps else self._way_through_head
+        losses, lam, lam_head = path(flat, head, self._rates(params), support, query)
+        return self._collect(params, losses, lam, lam_head, num_tasks)
+
+    def _spread_params(self, params: Params, tasks: int) -> tuple[Tensor, Params]:
+        """The convolutions' parameters, flat, and the head's, for each task of each replica."""
+        spread = lambda value: value[:, None].expand(-1, tasks, *value.shape[1:]).flatten(0, 1)  # noqa: E731
+        return spread(self.plan.flatten(params)), {name: spread(params[name]) for name in self.chain.head_names}
+
+    def _collect_tasks(
+        self, params: Params, losses: Tensor, lam: Tensor, lam_head: Params, num_tasks: int
+    ) -> tuple[Tensor, Params]:
+        """Sums over tasks, divided by their number."""
+        replicas = len(next(iter(params.values())))
+        add = lambda value: value.unflatten(0, (replicas, -1)).sum(1) / num_tasks  # noqa: E731
+        gradient = self.plan.unflatten(add(lam)) | {name: add(value) for name, value in lam_head.items()}
+        gradient |= {name: torch.zeros_like(params[name]) for name in self.chain.silent}
+        return add(losses), {name: gradient[name].contiguous() for name in params}
+
+    def _way_through_all(
+        self, flat: Tensor, head: Params, rates: Tensor, support: Batch | ClassBatch, query: Batch | ClassBatch
+    ) -> tuple[Tensor, Tensor, Params]:
+        """Each task's loss, and its gradient with respect to the convolutions and the head."""
         path: list[_Step] = []
         patches = self._prepare(support.x) if self.objective.inner_steps else flat
         for _ in range(self.objective.inner_steps):
@@ -323,10 +350,30 @@ class ChainGradient:
             slope_dot, lam_head = self._curve(y, head, support[1:], y_dot, lam_head)
             parts = self.passes.backward_tangent(flat, saved, v, moved, slope_dot)
             lam = self.passes.descend(lam, parts, None)
-        add = lambda value: value.unflatten(0, (replicas, tasks)).sum(1)  # noqa: E731
-        gradient = self.plan.unflatten(add(lam)) | {name: add(value) for name, value in lam_head.items()}
-        gradient |= {name: torch.zeros_like(params[name]) for name in self.chain.silent}
-        return add(losses), {name: gradient[name].contiguous() for name in params}
+        return losses, lam, lam_head
+
+    def _way_through_head(
+        self, flat: Tensor, head: Params, rates: Tensor, support: Batch | ClassBatch, query: Batch | ClassBatch
+    ) -> tuple[Tensor, Tensor, Params]:
+        """The same where only the head moves: the convolutions see each image once, whatever the number of steps.
+
+        A slope at their output goes back through them linearly, so those of all adjoint steps go as their sum.
+        """
+        y, saved = self.passes.forward(flat, self._prepare(support.x))
+        path: list[Params] = []
+        for _ in range(self.objective.inner_steps):
+            path.append(head)
+            head = self._step(y, head, support[1:])[1]
+        y_query, saved_query = self.passes.forward(flat, self._prepare(query.x))
+        losses, slope, lam_head = self._query(y_query, head, query[1:])
+        lam = self.passes.backward(flat, saved_query, slope).sum(1)
+        if not self.objective.first_order:
+            still, total = torch.zeros_like(y), torch.zeros_like(y)
+            while path:
+                slope, lam_head = self._curve(y, path.pop(), support[1:], still, lam_head)
+                total += slope
+            lam = self.passes.descend(lam, self.passes.backward(flat, saved, total), None)
+        return losses, lam, lam_head
 
     @torch.no_grad()
     def adapted(self, params: Params, data: Batch | ClassBatch, steps: Sequence[int]) -> dict[int, Params]:
@@ -340,11 +387,14 @@ class ChainGradient:
         rates = self._rates(params)
         patches = self._prepare(data.x)
         still = {name: params[name] for name in self.chain.silent}
+        seen = None if self._body_moves else self.passes.forward(flat, patches)[0]
         found: dict[int, Params] = {}
         for s in range(max(steps) + 1):
             if s in steps:
                 found[s] = self.plan.unflatten(flat) | head | still
-            if s < max(steps):
+            if s < max(steps) and seen is not None:
+                head = self._step(seen, head, data[1:])[1]
+            elif s < max(steps):
                 flat, head, _, _ = self._inner_step(flat, head, patches, data[1:], rates)
         return found
 

@@ -82,7 +82,19 @@ class Engine:
 
         Noise is (replicas, inner_steps + 1, tasks).
         """
-        inputs = (params, support, query, noise)
+        form = objective.network.form
+        watched, gradients = self.flat_gradient(objective, form.flat(params), support, query, noise)
+        return watched[0], form.named(gradients)
+
+    @torch.no_grad()
+    def flat_gradient(
+        self, objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same with parameters and gradients flat, (replicas, number of parameters).
+
+        Before the gradients come losses and norms of the gradients, (2, replicas), for whoever watches over them.
+        """
+        inputs = (flat, support, query, noise)
         return self._run(objective, inputs, lambda: self._gradient_program(objective, *inputs))
 
     @torch.no_grad()
@@ -147,16 +159,16 @@ class Engine:
         return graph, graph(*inputs)
 
     def _gradient_program(
-        self, objective: Objective, params: Params, support: Any, query: Any, noise: Tensor | None
-    ) -> Callable[..., tuple[Tensor, Params]]:
+        self, objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None
+    ) -> Callable[..., tuple[Tensor, Tensor]]:
         chain = find_chain(objective.network) if noise is None else None
         size = _image_size(objective.network, tree_map(lambda leaf: leaf[0, 0], query.x))
         if chain is not None and size is not None:
-            return self._chain_gradient(chain, objective, params, size)
+            return _Flat(self._chain_gradient(chain, objective, flat, size), objective)
         if self.mode == "eager":
-            return _Eager(objective)
-        check_curvature(objective, params, support, noise)
-        return CompiledGradient(objective, self.keep_linearisations)
+            return _Flat(_Eager(objective), objective)
+        check_curvature(objective, objective.network.form.named(flat), support, noise)
+        return _Flat(CompiledGradient(objective, self.keep_linearisations), objective)
 
     def _prediction_program(
         self,
@@ -172,12 +184,12 @@ class Engine:
         if chain is None or size is None:
             return _Predictions(network, adaptation, steps, None)
         objective = Objective(network, adaptation.lr, max(steps), only=adaptation.only)
-        return _Predictions(network, adaptation, steps, self._chain_gradient(chain, objective, params, size, False))
+        weight = next(iter(params.values()))
+        return _Predictions(network, adaptation, steps, self._chain_gradient(chain, objective, weight, size, False))
 
     def _chain_gradient(
-        self, chain: Chain, objective: Objective, params: Params, size: tuple[int, int], compiled: bool = True
+        self, chain: Chain, objective: Objective, weight: Tensor, size: tuple[int, int], compiled: bool = True
     ) -> ChainGradient:
-        weight = next(iter(params.values()))
         passes = TorchPasses(Plan(chain.layers, size))
         if weight.is_cuda and weight.dtype == torch.float32:
             with contextlib.suppress(ImportError):  # Triton comes with torch on Linux only
@@ -186,6 +198,18 @@ class Engine:
                 passes = TritonPasses(Plan(chain.layers, size, 16)) if TritonPasses.takes(chain.layers) else passes
         compiled = compiled and weight.is_cuda and self.mode != "eager"
         return ChainGradient(chain, objective, passes, compiled, _KEPT_STEPS if self.keep_linearisations else 0)
+
+
+class _Flat:
+    """A program for gradients by name, as one for flat ones."""
+
+    def __init__(self, program: Callable[..., tuple[Tensor, Params]], objective: Objective) -> None:
+        self._program, self._form = program, objective.network.form
+
+    def __call__(self, flat: Tensor, support: Any, query: Any, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        losses, gradients = self._program(self._form.named(flat), support, query, noise)
+        found = self._form.flat(gradients)
+        return torch.stack([losses, torch.linalg.vector_norm(found, dim=1)]), found
 
 
 class _Eager:

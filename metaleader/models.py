@@ -49,8 +49,11 @@ def pose_net(
     filters: int = 16,
     strides: Sequence[int] = (2, 2, 2, 1),
     hidden: Sequence[int] = (200, 200),
+    dense_norm: bool = True,
 ) -> nn.Module:
     """The paper's network for pose: 5x5 convolutions, spatial soft-argmax, dense layers, batch norm and ReLU on all.
+
+    With `dense_norm=False` the dense layers have no batch norm, as in the authors' code.
 
     >>> pose_net()(torch.zeros(4, 3, 64, 64)).shape
     torch.Size([4, 4])
@@ -61,8 +64,9 @@ def pose_net(
     modules.append(("points", SoftArgmax()))
     widths = [2 * filters, *hidden]
     for i, (fan_in, fan_out) in enumerate(itertools.pairwise(widths)):
-        norm = nn.BatchNorm1d(fan_out, track_running_stats=False)
-        modules += [(f"linear{i}", nn.Linear(fan_in, fan_out, bias=False)), (f"dense_norm{i}", norm)]
+        modules.append((f"linear{i}", nn.Linear(fan_in, fan_out, bias=not dense_norm)))
+        if dense_norm:
+            modules.append((f"dense_norm{i}", nn.BatchNorm1d(fan_out, track_running_stats=False)))
         modules.append((f"dense_relu{i}", nn.ReLU()))
     return nn.Sequential(OrderedDict([*modules, ("head", nn.Linear(widths[-1], outputs))]))
 

@@ -71,6 +71,9 @@ RATES = {name: 0.1 + 0.02 * i for i, (name, _) in enumerate(conv_net().named_par
 VARIANTS: dict[str, dict[str, Any]] = {
     "all layers": {},
     "last layer": {"only": "last"},
+    "last layer in chunks": {"only": "last", "chunk": 2},
+    "the whole head": {"only": "1*"},
+    "a bias without effect": {"only": "0.bias"},
     "convolutions alone": {"only": "3.*"},
     "a step size a tensor": {"inner_lr": RATES},
     "no inner steps": {"inner_steps": 0},
@@ -103,8 +106,9 @@ def test_gradient_equals_autograd_through_every_step(options: dict[str, Any]) ->
             assert found[name].is_contiguous(), "a fused optimiser takes no other"
 
 
-def test_first_order_is_the_query_gradient_at_the_adapted_parameters() -> None:
-    program, objective, params, support, query = work(conv_net(), first_order=True)
+@pytest.mark.parametrize("only", [None, "last"])
+def test_first_order_is_the_query_gradient_at_the_adapted_parameters(only: str | None) -> None:
+    program, objective, params, support, query = work(conv_net(), first_order=True, only=only)
     _, found = program(params, support, query)
     _, expected = objective.gradient(
         {n: v[1] for n, v in params.items()}, Batch(support.x[1], support.y[1]), Batch(query.x[1], query.y[1]), None
@@ -113,14 +117,16 @@ def test_first_order_is_the_query_gradient_at_the_adapted_parameters() -> None:
         torch.testing.assert_close(found[name][1], value, rtol=1e-8, atol=1e-11, msg=name)
 
 
-def test_adapted_parameters_are_those_of_adapt() -> None:
-    program, objective, params, support, _ = work(conv_net(), only="1*")
+@pytest.mark.parametrize("only", ["1*", "6*"])
+def test_adapted_parameters_are_those_of_adapt(only: str) -> None:
+    """Of a part of the head, and of a part of the convolutions."""
+    program, objective, params, support, _ = work(conv_net(), only=only)
     data = Batch(support.x[:, 0], support.y[:, 0])
     found = program.adapted(params, data, (0, 2, 3))
     for steps in (0, 2, 3):
         for r in range(2):
             own, batch = {name: value[r] for name, value in params.items()}, Batch(data.x[r], data.y[r])
-            expected = adapt(objective.loss_fn, own, batch, 0.3, steps, only="1*")
+            expected = adapt(objective.loss_fn, own, batch, 0.3, steps, only=only)
             for name, value in expected.items():
                 torch.testing.assert_close(found[steps][name][r], value, rtol=1e-9, atol=1e-12, msg=name)
 

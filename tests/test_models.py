@@ -17,9 +17,15 @@ COUNTS = {
         models.pose_net(),
         (3 * 16 * 25 + 32) + 3 * (16 * 16 * 25 + 32) + (32 * 200 + 400) + (200 * 200 + 400) + (200 * 4 + 4),
     ),
+    # A bias in the place of scale and shift.
+    "pose, dense layers without norm": (
+        models.pose_net(dense_norm=False),
+        (3 * 16 * 25 + 32) + 3 * (16 * 16 * 25 + 32) + (32 * 200 + 200) + (200 * 200 + 200) + (200 * 4 + 4),
+    ),
 }
 SHAPES = {"mlp": (1,), "linear": (3,), "conv": (3, 28, 28), "small conv": (1, 16, 16), "pose": (3, 64, 64)}
-OUTPUTS = {"mlp": 1, "linear": 2, "conv": 10, "small conv": 3, "pose": 4}
+SHAPES["pose, dense layers without norm"] = SHAPES["pose"]
+OUTPUTS = {"mlp": 1, "linear": 2, "conv": 10, "small conv": 3, "pose": 4, "pose, dense layers without norm": 4}
 
 
 @pytest.mark.parametrize("name", COUNTS)

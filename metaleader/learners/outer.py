@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metaleader.flat import Form
 from metaleader.inner import Params
 
 # One step size, or (from update, step size) pairs
@@ -45,9 +46,8 @@ class Outer:
             raise ValueError(f"clip must be positive or None, got {clip}")
         if len({value.dtype for value in params.values()}) > 1:
             raise ValueError(f"parameters must be of one dtype, got {sorted({str(v.dtype) for v in params.values()})}")
-        self._shapes = {name: value.shape for name, value in params.items()}
-        whole = isinstance(optimizer, str)
-        self.flat = torch.cat([value.flatten() for value in params.values()]) if whole else None
+        self._form = Form(params)
+        self.flat = self._form.flat(params) if isinstance(optimizer, str) else None
         self.params = params
         self._set_views()
         self.step = 0
@@ -60,7 +60,7 @@ class Outer:
 
     def _set_views(self) -> None:
         if self.flat is not None:
-            self.params, self._alone = self.named(self.flat), self.named(self.flat[None])
+            self.params = self._form.named(self.flat)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Pickle does not keep that the parameters are views.
@@ -68,18 +68,10 @@ class Outer:
         self._set_views()
 
     @staticmethod
-    def together(outers: Sequence[Outer]) -> Params:
-        """The parameters of several, by name, with a leading dimension."""
-        first, flats = outers[0], [outer.flat for outer in outers if outer.flat is not None]
-        if len(flats) < len(outers):
-            return {name: torch.stack([outer.params[name] for outer in outers]) for name in first.params}
-        return first._alone if len(outers) == 1 else first.named(torch.stack(flats))
-
-    def named(self, flat: Tensor) -> Params:
-        """What is flat, (..., number of parameters), by name."""
-        parts = flat.split([shape.numel() for shape in self._shapes.values()], -1)
-        named = zip(self._shapes.items(), parts, strict=True)
-        return {name: part.view(*flat.shape[:-1], *shape) for (name, shape), part in named}
+    def together(outers: Sequence[Outer]) -> Tensor:
+        """The parameters of several, flat, with a leading dimension; of one, a view."""
+        flats = [outer._form.flat(outer.params) if outer.flat is None else outer.flat for outer in outers]
+        return flats[0][None] if len(flats) == 1 else torch.stack(flats)
 
     def lr(self, number: int) -> float:
         """The step size of an update."""
@@ -90,7 +82,7 @@ class Outer:
         if self._clip is not None:
             gradient = gradient * torch.clamp(self._clip / (norm + 1e-12), max=1.0)
         tensors = self._tensors()
-        gradients = self.named(gradient).values() if self.flat is None else [gradient]
+        gradients = self._form.named(gradient).values() if self.flat is None else [gradient]
         for tensor, value in zip(tensors, gradients, strict=True):
             tensor.grad = value
         for group in self._optimizer.param_groups:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from metaleader.buffer import Draw
 from metaleader.learners.outer import Outer
@@ -50,23 +50,20 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
 def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Draw]) -> None:
     lead = learners[0]
     noises = [learner._noise(numbers, lead.tasks_per_step) for learner in learners]
-    watched = []
-    support = query = None
+    watched: list[Tensor] = []
+    batches: list[Any] = []
     for i, number in enumerate(numbers):
         if i % _GATHERED == 0:
             part = slice(i, i + _GATHERED)
             pairs = [learner._gather(draw.at(part)) for learner, draw in zip(learners, draws, strict=True)]
-            support, query = _stack([pair[0] for pair in pairs]), _stack([pair[1] for pair in pairs])
-        at = lambda leaf: leaf[:, i % _GATHERED]  # noqa: B023, E731
-        params = Outer.together([learner._outer for learner in learners])
+            batches = _apart([_stack(list(trees)) for trees in zip(*pairs, strict=True)])
         noise = None if noises[0] is None else torch.stack([noise[i] for noise in noises if noise is not None])
-        batches = tree_map(at, support), tree_map(at, query)
-        losses, gradients = lead._engine.gradient(lead._objective, params, *batches, noise)
-        flat = torch.cat([value.flatten(1) for value in gradients.values()], 1)
-        norms = torch.linalg.vector_norm(flat, dim=1)
+        flat = Outer.together([learner._outer for learner in learners])
+        support, query = batches[i % _GATHERED]
+        found, gradients = lead._engine.flat_gradient(lead._objective, flat, support, query, noise)
         for r, learner in enumerate(learners):
-            learner._outer.descend(flat[r], norms[r], number)
-        watched.append(torch.stack([losses, norms]))
+            learner._outer.descend(gradients[r], found[1, r], number)
+        watched.append(found)
     for learner in learners:
         learner._outer.step = numbers.stop
     # The one point where the host waits for the device.
@@ -97,7 +94,7 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
     sizes = {str(shapes(pair)) for pair in zip(data, xs, strict=True)}
     if len(kinds) > 1 or len(sizes) > 1:
         return None
-    params = Outer.together([learner._outer for learner in learners])
+    params = lead._network.form.named(Outer.together([learner._outer for learner in learners]))
     classes = [learner._classes() for learner in learners]
     chosen = None if classes[0] is None else _stack(classes)
     seen = _stack(data)
@@ -109,3 +106,9 @@ def _stack(trees: list[Any]) -> Any:
     if len(trees) == 1:
         return tree_map(lambda leaf: leaf[None], trees[0])
     return tree_map(lambda *leaves: torch.stack(leaves), *trees)
+
+
+def _apart(trees: list[Any]) -> list[Any]:
+    """Trees whose tensors are (learners, updates, ...), apart by update."""
+    leaves, form = tree_flatten(trees)
+    return [tree_unflatten(list(of_one), form) for of_one in zip(*(leaf.unbind(1) for leaf in leaves), strict=True)]
