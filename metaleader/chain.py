@@ -314,7 +314,8 @@ class ChainGradient:
 
     def _spread_params(self, params: Params, tasks: int) -> tuple[Tensor, Params]:
         """The convolutions' parameters, flat, and the head's, for each task of each replica."""
-        spread = lambda value: value[:, None].expand(-1, tasks, *value.shape[1:]).flatten(0, 1)  # noqa: E731
+        # Copies: of one replica, an expanded tensor would stay a view, which kernels cannot read.
+        spread = lambda value: value[:, None].expand(-1, tasks, *value.shape[1:]).contiguous().flatten(0, 1)  # noqa: E731
         return spread(self.plan.flatten(params)), {name: spread(params[name]) for name in self.chain.head_names}
 
     def _collect_tasks(

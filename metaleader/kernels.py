@@ -385,6 +385,7 @@ class TritonPasses:
 
     def forward(self, flat: Tensor, patches: Tensor) -> tuple[Tensor, _Saved]:
         """The last convolution's output, and what the other passes need."""
+        assert flat.is_contiguous() and patches.is_contiguous(), "kernels go by offsets"  # noqa: PT018
         saved = _Saved(patches, [], [], [], [])
         for i in range(len(self.plan.layers)):
             y, stats = self._run_forward(i, flat, flat, saved, None)
