@@ -22,12 +22,13 @@ from metaleader.data import data_folder
 from metaleader.display import Display, result_table, summary_writer
 from metaleader.engine import Engine, Mode
 from metaleader.evaluate import play_together, preload
+from metaleader.joins import join_runs
 from metaleader.learners import Learner
 from metaleader.losses import takes_labels
 from metaleader.plots import draw_figures
 from metaleader.presets import PRESETS, Preset, Schedule
 from metaleader.report import write_report
-from metaleader.runs import Run, join_runs, read_config, read_records, read_times
+from metaleader.runs import Run, read_config, read_records, read_times
 from metaleader.tasks import Task, TaskStream
 
 

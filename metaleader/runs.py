@@ -31,10 +31,6 @@ _TIMES = ("method", "round", "seconds", "peak_mb")
 _CHECKPOINT = "metaleader-checkpoint"
 _TEXT, _INTEGERS = ("method", "protocol", "task"), ("seed", "round", "datapoints", "needed", "new_datapoints")
 
-# In what joined runs may differ: where they ran, and what has no part in their numbers or is of a method alone.
-_PLACE = ("hardware", "versions", "commit")
-_MAY_DIFFER = {"methods", "engines", "data", "tensorboard", *_PLACE}
-
 
 class Run:
     """A run folder, locked by this process from here to the end of the `with` block.
@@ -92,11 +88,11 @@ class Run:
 
     def checkpoint(self, method: str) -> dict[str, Any] | None:
         """The last checkpoint of a method, None before its first: `rounds_played` and `state`, as `save` got them."""
-        return _read_checkpoint(self.folder, method)
+        return read_checkpoint(self.folder, method)
 
     def finished(self) -> bool:
         """Whether every method has played all its rounds."""
-        return all(_is_finished(self.checkpoint(method)) for method in self.config["methods"])
+        return all(is_finished(self.checkpoint(method)) for method in self.config["methods"])
 
     def rewind(self, rounds: int, more: Iterable[str] = ()) -> None:
         """Make the records those of the last checkpoint; for a run without one, the head of the table alone.
@@ -115,7 +111,7 @@ class Run:
                     f"{self.folder} has records but no checkpoint, so it cannot be resumed and is left as it is;"
                     " `metaleader report` and `verify` read it, a new run needs another folder"
                 )
-            write_atomic(self.records_path, _csv([self._columns]))
+            write_atomic(self.records_path, csv_lines([self._columns]))
         else:
             here = self.records_path.stat().st_size if self.records_path.exists() else 0
             if here < length:
@@ -154,97 +150,17 @@ class Run:
         for reveal in records:
             for seed, record in enumerate(reveal):
                 row = {"method": method, "seed": seed, **vars(record), **record.more}
-                lines.append(_line(row, self._columns))
+                lines.append([row.get(name) for name in self._columns])
         with open(self.records_path, "ab") as file:
-            file.write(_csv(lines))
+            file.write(csv_lines(lines))
             file.flush()
             os.fsync(file.fileno())
             length = file.tell()
         row = (method, played - 1, round(seconds, 3), round(peak_mb, 1))
         self._times.append(dict(zip(_TIMES, row, strict=True)))
-        _write_times(self.folder, self._times)
+        write_times(self.folder, self._times)
         tree = {"rounds_played": played, "rounds": self._rounds, "records_bytes": length, "state": state}
-        save_tree(_checkpoint_path(self.folder, method), tree, _CHECKPOINT, FORMAT)
-
-
-def join_runs(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], order: Sequence[str]) -> None:
-    """Join finished runs of one experiment, each of other methods, into a new folder: as one run of all leaves it.
-
-    The folders stay as they are. Where hardware, versions or commit differ, the new configuration has them by method.
-
-    Args:
-        folders: of the runs.
-        out: the new run folder.
-        order: all methods there are, in the order that they get.
-
-    Raises:
-        ValueError: for runs that do not fit together or are not finished, or when `out` holds a run.
-        OSError: when a file cannot be read or written.
-    """
-    config = _joined_config(folders, order)
-    head: list[str] = []
-    trees: dict[str, dict[str, Any]] = {}
-    lines, times = {}, []
-    for folder in map(Path, folders):
-        methods = read_config(folder)["methods"]
-        for method in methods:
-            tree = _read_checkpoint(folder, method)
-            if tree is None or not _is_finished(tree):
-                raise ValueError(f"{folder} is not finished: {method} goes on with `metaleader resume {folder}`")
-            trees[method] = tree
-        records = read_records(folder)
-        if (folder / "records.csv").stat().st_size != max(trees[method]["records_bytes"] for method in methods):
-            raise ValueError(f"{folder}/records.csv is not as long as its checkpoint says; use an intact copy")
-        if head and list(records[0]) != head:
-            raise ValueError(f"{folder} has the columns {list(records[0])}, not {head}; join runs of one release")
-        head = list(records[0])
-        for method in methods:
-            lines[method] = _csv(_line(row, head) for row in records if row["method"] == method)
-        times += read_times(folder)
-    with Run(out, config) as run:
-        # Records before checkpoints, as in a round: after a kill, `resume` goes on with what is there.
-        content = _csv([head])
-        for method in config["methods"]:
-            content += lines[method]
-            trees[method]["records_bytes"] = len(content)
-        write_atomic(run.records_path, content)
-        _write_times(run.folder, [row for m in config["methods"] for row in times if row["method"] == m])
-        for method in config["methods"]:
-            save_tree(_checkpoint_path(run.folder, method), trees[method], _CHECKPOINT, FORMAT)
-
-
-def _joined_config(folders: Sequence[str | os.PathLike[str]], order: Sequence[str]) -> dict[str, Any]:
-    if len(folders) < 2:
-        raise ValueError(f"name at least two run folders to join, got {len(folders)}")
-    configs = [read_config(folder) for folder in folders]
-    first, of_method = configs[0], {}
-    for folder, config in zip(folders, configs, strict=True):
-        for name in (first | config).keys() - _MAY_DIFFER:
-            one, other = config.get(name), first.get(name)
-            if name == "settings" and isinstance(one, dict) and isinstance(other, dict):
-                one, other = ({**settings, "learners": None} for settings in (one, other))
-            if one != other:
-                raise ValueError(f"{folder} does not fit {folders[0]}: its {name} is {one!r}, not {other!r}")
-        for method in config["methods"]:
-            if method in of_method:
-                raise ValueError(f"{folder} has the method {method!r}, and so has a run before it; leave one out")
-            if method not in order:
-                raise ValueError(f"{folder} has the unknown method {method!r}; there are {', '.join(order)}")
-            of_method[method] = config
-    of_method = {method: of_method[method] for method in order if method in of_method}
-    try:
-        learners = {method: config["settings"]["learners"][method] for method, config in of_method.items()}
-        joined = first | {
-            "methods": list(of_method),
-            "engines": {method: config["engines"][method] for method, config in of_method.items()},
-            "settings": first["settings"] | {"learners": learners},
-        }
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"a config.json in {', '.join(map(str, folders))} is damaged ({error!r})") from error
-    for name in _PLACE:
-        if any(config.get(name) != first.get(name) for config in configs):
-            joined[name] = {method: config.get(name) for method, config in of_method.items()}
-    return joined
+        write_checkpoint(self.folder, method, tree)
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -288,11 +204,12 @@ def read_times(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return _read_csv(path, _TIMES, "remove it: only times are lost") if path.is_file() else []
 
 
-def _checkpoint_path(folder: Path, method: str) -> Path:
-    return folder / "checkpoint" / f"{method}.safetensors"
+def read_checkpoint(folder: Path, method: str) -> dict[str, Any] | None:
+    """The last checkpoint of a method, None before its first.
 
-
-def _read_checkpoint(folder: Path, method: str) -> dict[str, Any] | None:
+    Raises:
+        ValueError: for a file that is not a checkpoint.
+    """
     path = _checkpoint_path(folder, method)
     if not path.exists():
         return None
@@ -302,12 +219,23 @@ def _read_checkpoint(folder: Path, method: str) -> dict[str, Any] | None:
     return tree
 
 
-def _is_finished(tree: dict[str, Any] | None) -> bool:
-    return tree is not None and tree["rounds_played"] == tree["rounds"]
+def write_checkpoint(folder: Path, method: str, tree: dict[str, Any]) -> None:
+    """Write what `read_checkpoint` reads, atomically."""
+    save_tree(_checkpoint_path(folder, method), tree, _CHECKPOINT, FORMAT)
 
 
-def _write_times(folder: Path, times: Iterable[dict[str, Any]]) -> None:
-    write_atomic(folder / "times.csv", _csv([_TIMES, *(row.values() for row in times)]))
+def is_finished(checkpoint: dict[str, Any] | None) -> bool:
+    """Whether a method with this checkpoint has played all its rounds."""
+    return checkpoint is not None and checkpoint["rounds_played"] == checkpoint["rounds"]
+
+
+def write_times(folder: Path, times: Iterable[dict[str, Any]]) -> None:
+    """Write what `read_times` reads, atomically."""
+    write_atomic(folder / "times.csv", csv_lines([_TIMES, *(row.values() for row in times)]))
+
+
+def _checkpoint_path(folder: Path, method: str) -> Path:
+    return folder / "checkpoint" / f"{method}.safetensors"
 
 
 def _read_csv(path: Path, columns: Sequence[str], hint: str) -> list[dict[str, Any]]:
@@ -337,11 +265,8 @@ def _value(name: str, text: str) -> Any:
     return int(text) if name in _INTEGERS else float(text)
 
 
-def _line(row: dict[str, Any], columns: Iterable[str]) -> list[Any]:
-    return ["" if row.get(name) is None else row[name] for name in columns]
-
-
-def _csv(lines: Iterable[Iterable[Any]]) -> bytes:
+def csv_lines(lines: Iterable[Iterable[Any]]) -> bytes:
+    """Lines of a table as bytes; None is an empty field."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue().encode()

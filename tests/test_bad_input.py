@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import metaleader as ml
-from metaleader.checks import _differences, _snapshot
+from metaleader.checks.trees import differences, snapshot
 
 
 def examples(*strategies: Any, num: int = 25) -> Callable[[Any], Any]:
@@ -62,10 +62,10 @@ def batch(num: int, regression: bool = False) -> ml.Batch:
 
 
 def refused(learner: ml.Learner, x: Any, y: Any, match: str, update: bool = True) -> None:
-    before = _snapshot(learner)
+    before = snapshot(learner)
     with pytest.raises(ValueError, match=match):
         learner.observe(x, y, update=update)
-    assert not _differences(before, learner.state_dict())
+    assert not differences(before, learner.state_dict())
 
 
 FRESH = {name: make(name) for name in LOSSES}
@@ -233,7 +233,7 @@ def test_good_data_is_taken_after_any_refusal() -> None:
         for one in order:
             refused(learner, *one, "observe")
         learner.observe(*batch(6))
-        assert not _differences(straight.state_dict(), learner.state_dict())
+        assert not differences(straight.state_dict(), learner.state_dict())
 
 
 def test_data_that_diverges_does_not_decide_what_comes_after() -> None:
@@ -282,10 +282,10 @@ def test_a_checkpoint_of_another_model(saved: Path, hidden: tuple[int, ...]) -> 
     with pytest.raises(ValueError, match=r"the state is of another model: .*(saved \(|only in the)"):
         load(saved, hidden)
     learner = ml.FTML(lambda: ml.models.mlp(INPUTS, CLASSES, hidden), ml.losses.cross_entropy)
-    before = _snapshot(learner)
+    before = snapshot(learner)
     with pytest.raises(ValueError, match="the state is of another model"):
         learner.load_state_dict(OLD["labels"].state_dict())
-    assert not _differences(before, learner.state_dict())
+    assert not differences(before, learner.state_dict())
 
 
 @examples(st.data())

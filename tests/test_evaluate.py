@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import metaleader as ml
-from metaleader.checks import _differences, _garbage, _snapshot
+from metaleader.checks.calls import garbage
+from metaleader.checks.trees import differences, snapshot
 from metaleader.tasks import rng, rows
 
 SMALL: Any = {"meta_steps": 1, "tasks_per_step": 2, "query": 2, "seed": 3}
@@ -143,9 +144,9 @@ def test_the_learner_is_the_same_however_often_it_is_measured() -> None:
     for measure_at in (None, {4}, ()):
         learner = ftml()
         list(ml.play(learner, STREAM, reveal=2, measure_at=measure_at))
-        states.append(_snapshot(learner))
-    assert not _differences(states[0], states[1])
-    assert not _differences(states[0], states[2])
+        states.append(snapshot(learner))
+    assert not differences(states[0], states[1])
+    assert not differences(states[0], states[2])
 
 
 def test_start_skips_rounds() -> None:
@@ -160,7 +161,7 @@ def test_a_restored_learner_starts_where_it_stopped() -> None:
     restored = ftml()
     restored.load_state_dict(other.state_dict())
     assert first + list(ml.play(restored, STREAM, reveal=4, start=2)) == whole
-    assert not _differences(learner.state_dict(), restored.state_dict())
+    assert not differences(learner.state_dict(), restored.state_dict())
 
 
 def test_the_threshold_of_a_regression_is_a_loss() -> None:
@@ -246,15 +247,15 @@ def test_another_loss_to_report() -> None:
 
 
 def test_a_poisoned_test_set_changes_nothing_but_the_numbers() -> None:
-    poisoned = [ml.Task(task.name, task.train, _garbage(task.test)) for task in (STREAM[t] for t in range(3))]
+    poisoned = [ml.Task(task.name, task.train, garbage(task.test)) for task in (STREAM[t] for t in range(3))]
     for regret in (False, True):
         results = []
         for stream in (STREAM, poisoned):
             learner = ftml()
             losses = [record.loss for record in ml.play(learner, stream, reveal=3, regret=regret)]
-            results.append((losses, _snapshot(learner)))
+            results.append((losses, snapshot(learner)))
         assert all(one != other for one, other in zip(results[0][0], results[1][0], strict=True))
-        assert not _differences(results[0][1], results[1][1])
+        assert not differences(results[0][1], results[1][1])
 
 
 LEARNERS = {
@@ -276,24 +277,24 @@ def test_in_the_regret_protocol_a_round_is_played_with_what_came_before_it(name:
         list(ml.play(learner, tasks[:2], reveal=3, regret=True))
         fixed = None
         for record in ml.play(learner, tasks, reveal=3, regret=True, start=2):
-            fixed = fixed or _snapshot(learner)["params"]
-            assert not _differences(fixed, learner.params), "w_t moved in the middle of its round"
+            fixed = fixed or snapshot(learner)["params"]
+            assert not differences(fixed, learner.params), "w_t moved in the middle of its round"
             losses.append(record.loss)
         before.append(fixed)
         learner.begin("next")
         learner.update(10)
-        before.append(_snapshot(learner)["params"])
-    assert not _differences(before[0], before[2]), "w_t depends on the data of its own round"
-    assert _differences(before[1], before[3]), "the round's data is never learned from"
+        before.append(snapshot(learner)["params"])
+    assert not differences(before[0], before[2]), "w_t depends on the data of its own round"
+    assert differences(before[1], before[3]), "the round's data is never learned from"
     if name != "toe":
         assert losses[:3] != losses[3:], "what is measured is adapted to the task's own data"
 
 
 def test_in_the_online_protocol_the_learner_trains_before_it_is_measured() -> None:
     learner = ftml()
-    start = _snapshot(learner)["params"]
+    start = snapshot(learner)["params"]
     next(ml.play(learner, STREAM, reveal=3))
-    assert _differences(start, learner.params)
+    assert differences(start, learner.params)
 
 
 @pytest.mark.parametrize(

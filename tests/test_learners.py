@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import metaleader as ml
-from metaleader.checks import _differences, _snapshot
+from metaleader.checks.trees import differences, snapshot
 from metaleader.tasks import rng
 
 Params = dict[str, Tensor]
@@ -157,7 +157,7 @@ def compare(row: Row, slow_optimizer: Any, *, schedule: Any = (), slow_clip: flo
                 torch.testing.assert_close(learner.params[name], expected.detach(), rtol=1e-9, atol=1e-11)
             for name, expected in slow.evaluated(data).items():
                 torch.testing.assert_close(adapted_net[name].detach(), expected.detach(), rtol=1e-9, atol=1e-11)
-            moved |= bool(_differences(before, learner.params))
+            moved |= bool(differences(before, learner.params))
     assert moved
     assert learner.step == slow.step
 
@@ -196,20 +196,20 @@ def test_clipping() -> None:
 def test_ftl_never_trains_on_the_current_task() -> None:
     first, second, *_ = tasks()
     learners = [TABLE["ftl"].make(module(), ml.losses.squared_error, **SIZES) for _ in range(2)]
-    initial = _snapshot(learners[0])["params"]
+    initial = snapshot(learners[0])["params"]
     for learner, scale in zip(learners, (1.0, 1000.0), strict=True):
         learner.begin("a")
         learner.observe(*first[0])
-        assert not _differences(initial, learner.params), "in the first round there is nothing to train on"
+        assert not differences(initial, learner.params), "in the first round there is nothing to train on"
         learner.begin("b")
         learner.observe(second[0].x, scale * second[0].y)
-    assert not _differences(learners[0].params, learners[1].params)
-    assert _differences(initial, learners[0].params), "in the second round it trains on the first task"
+    assert not differences(learners[0].params, learners[1].params)
+    assert differences(initial, learners[0].params), "in the second round it trains on the first task"
     learners[1].begin("c")
     learners[0].begin("c")
     for learner in learners:
         learner.observe(*first[1])
-    assert _differences(learners[0].params, learners[1].params), "in the third round the second task counts"
+    assert differences(learners[0].params, learners[1].params), "in the third round the second task counts"
 
 
 def test_scratch_remembers_nothing() -> None:
@@ -218,16 +218,16 @@ def test_scratch_remembers_nothing() -> None:
     def play(data: list[ml.Batch]) -> tuple[Any, Any]:
         learner = ml.Scratch(builder, ml.losses.squared_error, **SIZES)
         learner.begin("a")
-        start = _snapshot(learner)
+        start = snapshot(learner)
         for batch in data:
             learner.observe(*batch)
         learner.begin("b")
-        return start, _snapshot(learner)
+        return start, snapshot(learner)
 
     start, one = play(first)
     _, other = play([ml.Batch(x, 10 * y) for x, y in first])
-    assert not _differences(one["params"], other["params"]), "the initialisation depends on seed and round alone"
-    assert _differences(start["params"], one["params"]), "each round has an initialisation of its own"
+    assert not differences(one["params"], other["params"]), "the initialisation depends on seed and round alone"
+    assert differences(start["params"], one["params"]), "each round has an initialisation of its own"
     assert one["optimizer"]["state"] == {}, "the optimiser starts anew"
 
 
@@ -242,7 +242,7 @@ def test_scratch_initialises_a_given_module_anew() -> None:
     given = module()
     learner = ml.Scratch(given, ml.losses.squared_error, **SIZES)
     learner.begin("a")
-    assert all(_differences(value.detach(), learner.params[name]) for name, value in given.named_parameters())
+    assert all(differences(value.detach(), learner.params[name]) for name, value in given.named_parameters())
 
 
 class Scale(nn.Module):
@@ -273,10 +273,10 @@ def test_a_module_is_the_initialisation_and_stays_as_it_is() -> None:
     given = module()
     before = copy.deepcopy(given.state_dict())
     learner = make_ftml()(given, ml.losses.squared_error, **SIZES)
-    assert not _differences(dict(before), learner.params)
+    assert not differences(dict(before), learner.params)
     learner.begin("a")
     learner.observe(*tasks()[0][0])
-    assert not _differences(dict(before), dict(given.state_dict()))
+    assert not differences(dict(before), dict(given.state_dict()))
     assert given.training
     assert all(value.requires_grad for value in given.parameters())
     given.load_state_dict(learner.adapt().state_dict())
@@ -289,8 +289,8 @@ def test_a_builder_is_called_under_the_seed() -> None:
     one, same = (ml.TOE(builder, ml.losses.squared_error, seed=1) for _ in range(2))
     other = ml.TOE(builder, ml.losses.squared_error, seed=2)
     assert torch.equal(torch.rand(1), expected), "the global generator is left alone"
-    assert not _differences(one.params, same.params)
-    assert _differences(one.params, other.params)
+    assert not differences(one.params, same.params)
+    assert differences(one.params, other.params)
 
 
 def test_the_device_may_be_text_or_a_device() -> None:
@@ -299,9 +299,9 @@ def test_the_device_may_be_text_or_a_device() -> None:
         learner = make_ftml()(module(), ml.losses.squared_error, device=device, **SIZES)
         learner.begin("a")
         learner.observe(*tasks()[0][0])
-        states.append(_snapshot(learner))
-    assert not _differences(states[0], states[1])
-    assert not _differences(states[0], states[2])
+        states.append(snapshot(learner))
+    assert not differences(states[0], states[1])
+    assert not differences(states[0], states[2])
 
 
 @pytest.mark.gpu
@@ -328,26 +328,26 @@ def test_update_takes_a_number_of_steps() -> None:
     one.update()
     for _ in range(SIZES["meta_steps"]):
         other.update(1)
-    assert not _differences(one.state_dict(), other.state_dict())
-    before = _snapshot(one)
+    assert not differences(one.state_dict(), other.state_dict())
+    before = snapshot(one)
     one.update(0)
-    assert not _differences(before, one.state_dict())
+    assert not differences(before, one.state_dict())
 
 
 def test_update_without_data_does_nothing() -> None:
     for name, row in TABLE.items():
         learner = row.make(builder, ml.losses.squared_error, **SIZES)
-        before = _snapshot(learner)
+        before = snapshot(learner)
         learner.update()
-        assert not _differences(before, learner.state_dict()), name
+        assert not differences(before, learner.state_dict()), name
 
 
 def test_no_meta_steps_learns_nothing() -> None:
     learner = make_ftml()(module(), ml.losses.squared_error, **SIZES | {"meta_steps": 0})
     learner.begin("a")
-    before = _snapshot(learner)["params"]
+    before = snapshot(learner)["params"]
     learner.observe(*tasks()[0][0])
-    assert not _differences(before, learner.params)
+    assert not differences(before, learner.params)
     assert learner.num_datapoints == 6
 
 
@@ -357,9 +357,9 @@ def test_several_numbers_of_steps_at_once() -> None:
     learner.begin("a")
     learner.observe(*tasks()[0][0])
     for number, found in zip([5, 0, 1], learner.adapt(steps=[5, 0, 1]), strict=True):
-        assert not _differences(dict(learner.adapt(steps=number).state_dict()), dict(found.state_dict()))
-    assert not _differences(learner.params, dict(learner.adapt(steps=0).named_parameters()))
-    assert not _differences(dict(learner.adapt(2).state_dict()), dict(learner.adapt().state_dict()))
+        assert not differences(dict(learner.adapt(steps=number).state_dict()), dict(found.state_dict()))
+    assert not differences(learner.params, dict(learner.adapt(steps=0).named_parameters()))
+    assert not differences(dict(learner.adapt(2).state_dict()), dict(learner.adapt().state_dict()))
 
 
 def test_one_row_or_many_at_any_time() -> None:
@@ -401,22 +401,22 @@ def test_what_is_not_finite_stops(name: str, kept: int) -> None:
     learner.begin("a")
     for batch in batches[:kept]:
         learner.observe(*batch, update=False)
-    before = _snapshot(learner)
+    before = snapshot(learner)
     with pytest.raises(
         ValueError, match=r"not finite at update [23] of \d, round 0 \(task 'a'.*lower meta_lr \(1e\+200"
     ):
         learner.observe(*batches[1])
-    assert not _differences(before, learner.state_dict())
+    assert not differences(before, learner.state_dict())
     assert learner.num_datapoints == (6 if kept else 0)
 
 
 def test_a_diverging_inner_loop_stops() -> None:
     learner = ml.FTML(module(), ml.losses.squared_error, support=4, inner_lr=1e200, **SIZES)
     learner.begin("a")
-    before = _snapshot(learner)
+    before = snapshot(learner)
     with pytest.raises(ValueError, match=r"update 1 of 3.*inner_lr \(1e\+200\)"):
         learner.observe(*tasks()[0][0])
-    assert not _differences(before, learner.state_dict())
+    assert not differences(before, learner.state_dict())
 
 
 def test_after_an_update_that_stopped_the_learner_goes_on_as_if_nothing_had_been() -> None:
@@ -430,7 +430,7 @@ def test_after_an_update_that_stopped_the_learner_goes_on_as_if_nothing_had_been
     for one in (learner, straight):
         one.begin("b")
         one.observe(*second[0])
-    assert not _differences(straight.state_dict(), learner.state_dict())
+    assert not differences(straight.state_dict(), learner.state_dict())
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -449,7 +449,7 @@ def test_an_error_in_the_middle_of_an_observe_leaves_the_learner(error: type[Bas
     learner.begin("a")
     first, second = tasks()[0]
     learner.observe(*first)
-    before, used = _snapshot(learner), calls
+    before, used = snapshot(learner), calls
     calls = 0
     learner.observe(*second)
     learner.load_state_dict(before)
@@ -457,7 +457,7 @@ def test_an_error_in_the_middle_of_an_observe_leaves_the_learner(error: type[Bas
     assert used > 3
     with pytest.raises(error):
         learner.observe(*second)
-    assert not _differences(before, learner.state_dict())
+    assert not differences(before, learner.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def test_the_hyperparameters_are_in_the_file(tmp_path: Path) -> None:
         assert getattr(loaded, name) == getattr(learner, name), name
     for one in (learner, loaded):
         one.observe(*tasks()[0][1])
-    assert not _differences(learner.state_dict(), loaded.state_dict())
+    assert not differences(learner.state_dict(), loaded.state_dict())
 
 
 def test_functions_must_be_passed_again(tmp_path: Path) -> None:
@@ -550,7 +550,7 @@ def test_functions_must_be_passed_again(tmp_path: Path) -> None:
     loaded = ml.FTML.load(path, module(), ml.losses.squared_error, device="cpu", **options)
     for one in (learner, loaded):
         one.observe(*tasks()[1][1])
-    assert not _differences(learner.state_dict(), loaded.state_dict())
+    assert not differences(learner.state_dict(), loaded.state_dict())
 
 
 def test_files_that_are_not_this_learner(tmp_path: Path) -> None:
@@ -586,18 +586,18 @@ def test_a_state_that_is_not_whole_is_refused_before_anything_changes() -> None:
     learner, other = learned(), learned()
     other.observe(*tasks()[1][1])
     state = other.state_dict()
-    before = _snapshot(learner)
+    before = snapshot(learner)
     for key in ("params", "optimizer", "buffer", "step", "round", "task"):
         with pytest.raises(ValueError, match="state"):
             learner.load_state_dict({name: value for name, value in state.items() if name != key})
-        assert not _differences(before, learner.state_dict()), key
+        assert not differences(before, learner.state_dict()), key
     for key in ("state", "groups"):
         broken = {**state, "optimizer": {name: value for name, value in state["optimizer"].items() if name != key}}
         with pytest.raises(ValueError, match="state"):
             learner.load_state_dict(broken)
-        assert not _differences(before, learner.state_dict()), key
+        assert not differences(before, learner.state_dict()), key
     learner.load_state_dict(state)
-    assert not _differences(state, learner.state_dict())
+    assert not differences(state, learner.state_dict())
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -614,15 +614,15 @@ def test_a_state_without_its_data_continues_where_the_data_was_observed_again(na
     observe(learner, update=True)
     state = learner.state_dict(data=False)
     assert "data" not in state["buffer"]
-    untouched = _snapshot(other)
+    untouched = snapshot(other)
     with pytest.raises(ValueError, match=r"17 datapoints, and 0 are here; observe the same data"):
         other.load_state_dict(state)
-    assert not _differences(untouched, other.state_dict())
+    assert not differences(untouched, other.state_dict())
     observe(other, update=False)
     other.load_state_dict(state)
     for one in (learner, other):
         one.observe(*last[1])
-    assert not _differences(learner.state_dict(), other.state_dict())
+    assert not differences(learner.state_dict(), other.state_dict())
 
 
 # The contract, as the documentation shows it.

@@ -1,4 +1,4 @@
-"""What every learner shares: the contract (begin, observe, adapt, state_dict), memory, optimiser, saving.
+"""What every learner shares: the contract (begin, observe, adapt, state_dict), memory, optimiser.
 
 A learner is final; it says only which datapoints an update draws, which gradient it takes of them, and how it adapts.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypedDict, overload
+from typing import Any, Self, overload
 
 import numpy as np
 import torch
@@ -20,33 +20,13 @@ from metaleader.engine import Engine, Mode
 from metaleader.inner import Params, adapt
 from metaleader.learners.outer import OptimizerFactory, Outer, Schedule
 from metaleader.learners.start import Model, check_integer, initial_module
+from metaleader.learners.state import load_learner, load_state, save_learner
 from metaleader.learners.together import update_together
 from metaleader.losses import Loss
 from metaleader.network import Network, Statistics, scale_uint8
 from metaleader.objective import Adaptation, Objective
 from metaleader.precision import convolutions_as_matmul
-from metaleader.store import load_tree, save_tree
 from metaleader.tasks import Batch, ClassBatch, Tree, check_alike, check_batch, num_rows, rng, to_device
-
-_FILE, _FILE_VERSION = "metaleader-learner", 1
-# The callables among the hyperparameters: they are not saved, and must be passed again to `load`.
-_CALLABLES = ("optimizer", "weights", "preprocess")
-
-
-class Common(TypedDict, total=False):
-    """Hyperparameters of every learner; see `Learner`."""
-
-    meta_lr: Schedule
-    meta_steps: int
-    tasks_per_step: int
-    query: int
-    optimizer: str | OptimizerFactory
-    clip: float | None
-    weights: Weights | None
-    preprocess: Callable[[Tree], Tree] | None
-    seed: int
-    device: str | torch.device
-    engine: Mode | Engine
 
 
 class Learner(ABC):
@@ -85,13 +65,10 @@ class Learner(ABC):
         device: str | torch.device = "cpu",
         engine: Mode | Engine = "eager",
     ) -> None:
-        for name, value, low in (
-            ("meta_steps", meta_steps, 0),
-            ("tasks_per_step", tasks_per_step, 1),
-            ("query", query, 1),
-            ("seed", seed, 0),
-        ):
-            check_integer(name, value, low)
+        check_integer("meta_steps", meta_steps, 0)
+        check_integer("tasks_per_step", tasks_per_step, 1)
+        check_integer("query", query, 1)
+        check_integer("seed", seed, 0)
         self.loss = loss
         self.meta_steps = meta_steps
         self.tasks_per_step = tasks_per_step
@@ -216,26 +193,21 @@ class Learner(ABC):
                 on the rows beside it; "batch" those of the rows it is called on, as in the paper.
         """
         data, classes = self._buffer.current() if self.task is not None else None, self._classes()
-        procedure = self._adaptation()
+        how = self._adaptation()
         several = isinstance(steps, Sequence)
-        default = 0 if procedure is None else procedure.steps
+        default = 0 if how is None else how.steps
         wanted = list(steps) if isinstance(steps, Sequence) else [default if steps is None else steps]
         for number in wanted:
             check_integer("steps", number, 0)
         nets: dict[int, nn.Module] = {}
         params, done = self.params, 0
         for number in sorted(set(wanted)):
-            if procedure is not None and data is not None:
+            if how is not None and data is not None:
+                batch = data if classes is None else ClassBatch(*data, classes)
                 noise = self._adapt_noise(done, number, num_rows(data))
                 with convolutions_as_matmul():
                     params = adapt(
-                        self._network.loss_fn,
-                        params,
-                        data if classes is None else ClassBatch(*data, classes),
-                        procedure.lr,
-                        number - done,
-                        only=procedure.only,
-                        noise=noise,
+                        self._network.loss_fn, params, batch, how.lr, number - done, only=how.only, noise=noise
                     )
                 done = number
             nets[number] = self._network.adapted(
@@ -292,36 +264,11 @@ class Learner(ABC):
         Raises:
             ValueError: when it is not the state of such a learner; the learner is then as before the call.
         """
-        before = self.state_dict()
-        try:
-            self._load_state(state)
-        except BaseException:
-            self._load_state(before)
-            raise
-
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        try:
-            memory = ClassBuffer if state["buffer"]["kind"] == ClassBuffer.kind else TaskBuffer
-            buffer = self._buffer
-            if not isinstance(buffer, memory):
-                buffer = memory(self.device, buffer.weights)
-            buffer.load_state_dict(state["buffer"])
-            self._buffer = buffer
-            self._outer.load_state_dict(state)
-            self.round, self.task = state["round"], state["task"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a learner's state_dict: {error!r}") from error
+        load_state(self, state)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the learner with its data and hyperparameters to one safetensors file, atomically."""
-        hyperparameters = dict(self._hyperparameters)
-        given = [name for name in _CALLABLES if callable(hyperparameters[name])]
-        for name in given:
-            del hyperparameters[name]
-        if self._hyperparameters["preprocess"] is scale_uint8:
-            given.remove("preprocess")
-        tree = {"learner": type(self).__name__, "hyperparameters": hyperparameters, "callables": given}
-        save_tree(path, tree | {"state": self.state_dict()}, _FILE, _FILE_VERSION)
+        save_learner(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Model, loss: Loss, **callables: Any) -> Self:
@@ -338,29 +285,7 @@ class Learner(ABC):
             FileNotFoundError: when there is no such file.
             ValueError: for a truncated file, another learner or another model.
         """
-        tree = load_tree(path, _FILE, _FILE_VERSION)
-        try:
-            kind, hyperparameters, given, state = (
-                tree[key] for key in ("learner", "hyperparameters", "callables", "state")
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
-        if kind != cls.__name__:
-            raise ValueError(f"{path} holds a {kind}, not a {cls.__name__}; load it with {kind}.load")
-        missing = [name for name in given if name not in callables]
-        if missing:
-            raise ValueError(
-                f"{path} was saved with functions of your own; pass {', '.join(f'{m}=...' for m in missing)}"
-            )
-        unknown = set(callables) - set(given) - {"device", "engine"}
-        if unknown:
-            raise ValueError(f"{sorted(unknown)} come from the file; change them on the learner, or build a new one")
-        try:
-            learner = cls(model, loss, **hyperparameters, **callables)
-        except TypeError as error:
-            raise ValueError(f"{path} does not give a {cls.__name__} ({error}); use an intact copy") from error
-        learner.load_state_dict(state)
-        return learner
+        return load_learner(cls, path, model, loss, callables)
 
     # Inside.
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from metaleader.buffer import Draw
 from metaleader.inner import StepSize
-from metaleader.learners.base import Common, Learner
-from metaleader.learners.start import Model, check_integer, check_step_size, initial_module
+from metaleader.learners.base import Learner
+from metaleader.learners.start import Common, Model, check_integer, check_step_size, initial_module
 from metaleader.losses import Loss
 from metaleader.objective import Adaptation
 

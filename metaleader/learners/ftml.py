@@ -7,8 +7,8 @@ from typing import Unpack
 
 from metaleader.buffer import Draw
 from metaleader.inner import StepSize
-from metaleader.learners.base import Common, Learner
-from metaleader.learners.start import Model, check_integer, check_step_size
+from metaleader.learners.base import Learner
+from metaleader.learners.start import Common, Model, check_integer, check_step_size
 from metaleader.losses import Loss
 from metaleader.objective import Adaptation, Objective
 

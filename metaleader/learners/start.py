@@ -1,20 +1,39 @@
-"""What a learner starts from: its module, initialised from seed and round alone, and settings that make sense."""
+"""What a learner starts from: its module, initialised from seed and round alone, and its hyperparameters."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from torch import nn
 
+from metaleader.buffer import Weights
+from metaleader.engine import Engine, Mode
 from metaleader.inner import Params, StepSize, moving_names, step_sizes
-from metaleader.tasks import rng
+from metaleader.learners.outer import OptimizerFactory, Schedule
+from metaleader.tasks import Tree, rng
 
 Model = nn.Module | Callable[[], nn.Module]
+
+
+class Common(TypedDict, total=False):
+    """Hyperparameters of every learner; see `Learner`."""
+
+    meta_lr: Schedule
+    meta_steps: int
+    tasks_per_step: int
+    query: int
+    optimizer: str | OptimizerFactory
+    clip: float | None
+    weights: Weights | None
+    preprocess: Callable[[Tree], Tree] | None
+    seed: int
+    device: str | torch.device
+    engine: Mode | Engine
 
 
 def initial_module(model: Model, seed: int, t: int, fresh: bool = False) -> nn.Module:

@@ -1,0 +1,226 @@
+"""The kernels: a convolution's output, the gradients of its input and weight, and the step down."""
+# pyright: basic, reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from metaleader.kernels.batchnorm import finish, input_constants, slope_constants, slopes
+
+
+@triton.jit(do_not_specialize=["rows", "rows_in", "blocks", "H", "W", "OH", "OW"])
+def forward_kernel(
+    X, XSTATS, XD, XDSTATS, FLAT, V, Y, YSTATS, OUT, PART, COUNT, OUTSTATS,
+    rows, rows_in, blocks, total, norm_at, weight_at, H, W, OH, OW,
+    CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, S: tl.constexpr, PAD: tl.constexpr, EPS: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr, SUMS: tl.constexpr, TANGENT: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """A layer's output, with the mean and spread of each block of rows."""
+    block, b = tl.program_id(0), tl.program_id(1)
+    wide = b.to(tl.int64)
+    m = block * BM + tl.arange(0, BM)
+    o = tl.arange(0, COUT)
+    there = m < rows
+    X += wide * rows_in * CIN
+    XD += wide * rows_in * CIN
+    flat = FLAT + wide * total
+    v = V + wide * total
+    acc = tl.zeros((BM, COUT), tl.float32)
+    if FIRST:
+        weights = v if TANGENT else flat
+        for start in range(0, CIN, BK):
+            k = start + tl.arange(0, BK)
+            inside = k < CIN
+            value = tl.load(X + m[:, None] * CIN + k[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+            weight = tl.load(weights + weight_at + k[:, None] * COUT + o[None, :], mask=inside[:, None], other=0.0)
+            acc = tl.dot(value, weight, acc, input_precision=PREC)
+    else:
+        c = tl.arange(0, CIN)
+        mean, A, shift, F, D = input_constants(XSTATS, XDSTATS, flat, v, b, norm_at, c, CIN, TANGENT)
+        n = m // (OH * OW)
+        y = (m - n * (OH * OW)) // OW
+        x = (m - n * (OH * OW) - y * OW) * S - PAD
+        y = y * S - PAD
+        for tap in range(K * K):
+            from_y, from_x = y + tap // K, x + tap % K
+            ok = there & (from_y >= 0) & (from_y < H) & (from_x >= 0) & (from_x < W)
+            at = ((n * H + from_y) * W + from_x)[:, None] * CIN + c[None, :]
+            away = tl.load(X + at, mask=ok[:, None], other=0.0) - mean[None, :]
+            a = tl.where(ok[:, None], tl.maximum(away * A[None, :] + shift[None, :], 0.0), 0.0)
+            at_weight = weight_at + (tap * CIN + c)[:, None] * COUT + o[None, :]
+            weight = tl.load(flat + at_weight)
+            if TANGENT:
+                dot = tl.load(XD + at, mask=ok[:, None], other=0.0)
+                a_dot = tl.where(a > 0, dot * A[None, :] + away * F[None, :] + D[None, :], 0.0)
+                acc = tl.dot(a_dot, weight, acc, input_precision=PREC)
+                acc = tl.dot(a, tl.load(v + at_weight), acc, input_precision=PREC)
+            else:
+                acc = tl.dot(a, weight, acc, input_precision=PREC)
+    at = m[:, None] * COUT + o[None, :]
+    OUT += wide * rows * COUT
+    tl.store(OUT + at, acc, mask=there[:, None])
+    if SUMS:
+        part = PART + (wide * blocks + block) * 2 * COUT
+        acc = tl.where(there[:, None], acc, 0.0)
+        first = tl.sum(acc, 0)
+        if TANGENT:
+            out = tl.load(Y + wide * rows * COUT + at, mask=there[:, None], other=0.0)
+            mean = tl.load(YSTATS + b * 2 * COUT + o)
+            inverse = tl.load(YSTATS + b * 2 * COUT + COUT + o)
+            second = tl.sum(acc * (out - mean[None, :]), 0) * inverse
+        else:
+            first = first / tl.minimum(rows - block * BM, BM)
+            away = tl.where(there[:, None], acc - first[None, :], 0.0)
+            second = tl.sum(away * away, 0)
+        tl.store(part + o, first)
+        tl.store(part + COUT + o, second)
+        finish(PART, COUNT, OUTSTATS, b, block, blocks, rows, BM, EPS, COUT, not TANGENT)
+
+
+@triton.jit(do_not_specialize=["images", "blocks", "class_blocks", "H", "W", "OH", "OW"])
+def input_kernel(
+    G, GSTATS, Y, YSTATS, GD, GDSTATS, YD, YDSTATS, FLAT, V,
+    LOW, LOWSTATS, LOWD, LOWDSTATS, LOWG, OUT, PART, COUNT, OUTSTATS,
+    images, blocks, class_blocks, total, above_at, norm_at, weight_at, H, W, OH, OW,
+    CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, S: tl.constexpr, PAD: tl.constexpr,
+    BM: tl.constexpr, TOP: tl.constexpr, TANGENT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """The gradient at the ReLU before a layer; rows are divided by their remainder modulo the stride."""
+    block, b = tl.program_id(0), tl.program_id(1)
+    wide = b.to(tl.int64)
+    part_of = block // class_blocks
+    below, right = part_of // S, part_of % S
+    high, across = (H - below + S - 1) // S, (W - right + S - 1) // S
+    size = tl.maximum(high * across, 1)
+    m = (block - part_of * class_blocks) * BM + tl.arange(0, BM)
+    there = m < images * high * across
+    n = m // size
+    y = (m - n * size) // tl.maximum(across, 1)
+    x = (m - n * size - y * across) * S + right
+    y = y * S + below
+    c, o = tl.arange(0, CIN), tl.arange(0, COUT)
+    flat = FLAT + wide * total
+    v = V + wide * total
+    beyond = wide * images * OH * OW * COUT
+    G += beyond
+    Y += beyond
+    GD += beyond
+    YD += beyond
+    mean, A, B, D, F, E, R = slope_constants(
+        GSTATS, YSTATS, GDSTATS, YDSTATS, flat, v, b, above_at, o, COUT, TOP, TANGENT
+    )
+    acc = tl.zeros((BM, CIN), tl.float32)
+    for ky in range((below + PAD) % S, K, S):
+        for kx in range((right + PAD) % S, K, S):
+            to_y, to_x = (y + PAD - ky) // S, (x + PAD - kx) // S
+            ok = there & (y + PAD >= ky) & (to_y < OH) & (x + PAD >= kx) & (to_x < OW)
+            at = ((n * OH + to_y) * OW + to_x)[:, None] * COUT + o[None, :]
+            slope, slope_dot = slopes(G, Y, GD, YD, at, ok[:, None], mean, A, B, D, F, E, R, TOP, TANGENT)
+            at_weight = weight_at + ((ky * K + kx) * CIN + c)[None, :] * COUT + o[:, None]
+            weight = tl.load(flat + at_weight)
+            acc = tl.dot(slope_dot, weight, acc, input_precision=PREC)
+            if TANGENT:
+                acc = tl.dot(slope, tl.load(v + at_weight), acc, input_precision=PREC)
+    at = ((n * H + y) * W + x)[:, None] * CIN + c[None, :]
+    lower = wide * images * H * W * CIN
+    ok = there[:, None]
+    mean = tl.load(LOWSTATS + b * 2 * CIN + c)[None, :]
+    inverse = tl.load(LOWSTATS + b * 2 * CIN + CIN + c)[None, :]
+    scale = tl.load(flat + norm_at + c)[None, :]
+    shift = tl.load(flat + norm_at + CIN + c)[None, :]
+    away = tl.load(LOW + lower + at, mask=ok, other=0.0) - mean
+    acc = tl.where(ok & (away * (scale * inverse) + shift > 0), acc, 0.0)
+    tl.store(OUT + lower + at, acc, mask=ok)
+    scaled = away * inverse
+    around = acc * scaled
+    if TANGENT:
+        dot_mean = tl.load(LOWDSTATS + b * 2 * CIN + c)[None, :]
+        dot_along = tl.load(LOWDSTATS + b * 2 * CIN + CIN + c)[None, :]
+        dot = tl.load(LOWD + lower + at, mask=ok, other=0.0)
+        around += tl.load(LOWG + lower + at, mask=ok, other=0.0) * inverse * (dot - dot_mean - scaled * dot_along)
+    part = PART + (wide * blocks + block) * 2 * CIN
+    tl.store(part + c, tl.sum(acc, 0))
+    tl.store(part + CIN + c, tl.sum(tl.where(ok, around, 0.0), 0))
+    finish(PART, COUNT, OUTSTATS, b, block, blocks, images * H * W, BM, 0.0, CIN, False)
+
+
+@triton.jit(do_not_specialize=["rows", "rows_in", "groups", "chunk", "chunks", "H", "W", "OH", "OW"])
+def weight_kernel(
+    X, XSTATS, XD, XDSTATS, G, GSTATS, Y, YSTATS, GD, GDSTATS, YD, YDSTATS, FLAT, V, OUT,
+    rows, rows_in, groups, chunk, chunks, total, norm_at, above_at, weight_at, H, W, OH, OW,
+    CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, S: tl.constexpr, PAD: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr, TOP: tl.constexpr, TANGENT: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a layer's weight, and of the batch norm after it, over one part of the rows."""
+    group, part, b = tl.program_id(0) % groups, tl.program_id(0) // groups, tl.program_id(1)
+    wide = b.to(tl.int64)
+    X += wide * rows_in * CIN
+    XD += wide * rows_in * CIN
+    beyond = wide * rows * COUT
+    G += beyond
+    Y += beyond
+    GD += beyond
+    YD += beyond
+    flat = FLAT + wide * total
+    v = V + wide * total
+    k = group * BK + tl.arange(0, BK)
+    o = tl.arange(0, COUT)
+    tap = k // CIN
+    c = k - tap * CIN
+    inside = k < K * K * CIN
+    mean, A, B, D, F, E, R = slope_constants(
+        GSTATS, YSTATS, GDSTATS, YDSTATS, flat, v, b, above_at, o, COUT, TOP, TANGENT
+    )
+    if not FIRST:
+        x_mean, x_A, x_shift, x_F, x_D = input_constants(XSTATS, XDSTATS, flat, v, b, norm_at, c, CIN, TANGENT)
+    acc = tl.zeros((BK, COUT), tl.float32)
+    stop = tl.minimum(part * chunk + chunk, rows)
+    for start in range(part * chunk, stop, BM):
+        m = start + tl.arange(0, BM)
+        there = m < stop
+        at = m[:, None] * COUT + o[None, :]
+        slope, slope_dot = slopes(G, Y, GD, YD, at, there[:, None], mean, A, B, D, F, E, R, TOP, TANGENT)
+        if FIRST:
+            ok = there[:, None] & inside[None, :]
+            value = tl.load(X + m[:, None] * CIN + k[None, :], mask=ok, other=0.0)
+            acc = tl.dot(tl.trans(value), slope_dot, acc, input_precision=PREC)
+        else:
+            n = m // (OH * OW)
+            y = (m - n * (OH * OW)) // OW
+            x = (m - n * (OH * OW) - y * OW) * S - PAD
+            from_y = (y * S - PAD)[:, None] + (tap // K)[None, :]
+            from_x = x[:, None] + (tap % K)[None, :]
+            ok = there[:, None] & inside[None, :] & (from_y >= 0) & (from_y < H) & (from_x >= 0) & (from_x < W)
+            at = (((n * H)[:, None] + from_y) * W + from_x) * CIN + c[None, :]
+            away = tl.load(X + at, mask=ok, other=0.0) - x_mean[None, :]
+            a = tl.where(ok, tl.maximum(away * x_A[None, :] + x_shift[None, :], 0.0), 0.0)
+            acc = tl.dot(tl.trans(a), slope_dot, acc, input_precision=PREC)
+            if TANGENT:
+                dot = tl.load(XD + at, mask=ok, other=0.0)
+                a_dot = tl.where(a > 0, dot * x_A[None, :] + away * x_F[None, :] + x_D[None, :], 0.0)
+                acc = tl.dot(tl.trans(a_dot), slope, acc, input_precision=PREC)
+    out = OUT + (wide * chunks + part) * total
+    tl.store(out + weight_at + k[:, None] * COUT + o[None, :], acc, mask=inside[:, None])
+    if not TOP:
+        sums = GDSTATS if TANGENT else GSTATS
+        here = tl.where(part == 0, rows * 1.0, 0.0)
+        first = o < tl.where(group == 0, COUT, 0)
+        tl.store(out + above_at + o, tl.load(sums + b * 2 * COUT + COUT + o) * here, mask=first)
+        tl.store(out + above_at + COUT + o, tl.load(sums + b * 2 * COUT + o) * here, mask=first)
+
+
+@triton.jit
+def descend_kernel(BASE, PARTS, RATES, OUT, total, chunks, BLOCK: tl.constexpr, RATED: tl.constexpr):
+    """Parameters less the sum of the parts, times step sizes with RATED."""
+    b = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < total
+    change = tl.zeros((BLOCK,), tl.float32)
+    for part in range(chunks):
+        change += tl.load(PARTS + (b * chunks + part) * total + i, mask=ok, other=0.0)
+    if RATED:
+        change = change * tl.load(RATES + i, mask=ok, other=0.0)
+    tl.store(OUT + b * total + i, tl.load(BASE + b * total + i, mask=ok, other=0.0) - change, mask=ok)
