@@ -25,7 +25,7 @@ from metaleader.inner import Params, adapt
 from metaleader.network import Network
 from metaleader.objective import Adaptation, Objective
 from metaleader.passes import TorchPasses
-from metaleader.precision import convolutions_as_matmul
+from metaleader.precision import exact_convolutions
 from metaleader.tasks import Batch, ClassBatch
 
 Mode = Literal["auto", "eager", "compiled", "captured"]
@@ -130,7 +130,7 @@ class Engine:
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         key = (what, shapes, torch.backends.cuda.matmul.allow_tf32)
         on_device = torch.cuda.device(leaves[0].device) if leaves[0].is_cuda else contextlib.nullcontext()
-        with convolutions_as_matmul(), on_device:
+        with exact_convolutions(), on_device:
             program = self._programs.pop(key, None)
             result = None
             if program is None and self.mode == "eager":

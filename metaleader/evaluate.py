@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from metaleader.learners import Learner, predict_together, update_together
 from metaleader.losses import Loss, takes_labels, unsmoothed
-from metaleader.precision import convolutions_as_matmul
+from metaleader.precision import exact_convolutions
 from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
 
 ADAPTATION_STEPS = 5
@@ -190,7 +190,7 @@ def measure(learner: Any, test: Batch, metric: Loss, steps: Sequence[int] = (ADA
 
 
 def _net_scores(net: nn.Module, test: Batch, metric: Loss, suffix: str) -> dict[str, Tensor]:
-    with convolutions_as_matmul():
+    with exact_convolutions():
         return _scores(net(test.x), test, metric, suffix)
 
 

@@ -1,4 +1,4 @@
-"""Where TF32 is used: nowhere, unless asked for."""
+"""What a GPU may not do unasked: TF32, and sums in any order."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ import torch
 
 
 @contextlib.contextmanager
-def convolutions_as_matmul() -> Iterator[None]:
-    """Let convolutions use TF32 only where matrix products do: torch has it on for the ones and off for the others.
+def exact_convolutions() -> Iterator[None]:
+    """Let convolutions use TF32 only where matrix products do, and the same algorithm from run to run.
 
-    TF32 puts errors of many per cent into a meta-gradient of five steps, so it is for those who ask for it
-    (`torch.set_float32_matmul_precision("high")`).
+    torch has TF32 on for the ones and off for the others. It puts errors of many per cent into a meta-gradient of five
+    steps, so it is for those who ask for it (`torch.set_float32_matmul_precision("high")`). Left to itself, cuDNN also
+    chooses algorithms that add up in any order, so that a resumed run would end elsewhere.
     """
     if not _has_cuda():
         yield
         return
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32, cudnn.deterministic
+    cudnn.allow_tf32, cudnn.deterministic = torch.backends.cuda.matmul.allow_tf32, True
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = before
+        cudnn.allow_tf32, cudnn.deterministic = before
 
 
 @contextlib.contextmanager

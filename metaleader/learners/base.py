@@ -25,7 +25,7 @@ from metaleader.learners.together import update_together
 from metaleader.losses import Loss
 from metaleader.network import Network, Statistics, scale_uint8
 from metaleader.objective import Adaptation, Objective
-from metaleader.precision import convolutions_as_matmul
+from metaleader.precision import exact_convolutions
 from metaleader.tasks import Batch, ClassBatch, Tree, check_alike, check_batch, num_rows, rng, to_device
 
 
@@ -205,7 +205,7 @@ class Learner(ABC):
             if how is not None and data is not None:
                 batch = data if classes is None else ClassBatch(*data, classes)
                 noise = self._adapt_noise(done, number, num_rows(data))
-                with convolutions_as_matmul():
+                with exact_convolutions():
                     params = adapt(
                         self._network.loss_fn, params, batch, how.lr, number - done, only=how.only, noise=noise
                     )
