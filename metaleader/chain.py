@@ -310,7 +310,8 @@ class ChainGradient:
         flat, head = self._spread(params, tasks)
         path = self._way_through_all if self._body_moves or not self.objective.inner_steps else self._way_through_head
         losses, lam, lam_head = path(flat, head, self._rates(params), support, query)
-        return self._collect(params, losses, lam, lam_head, num_tasks)
+        counted = self.objective.inner_steps if self.objective.every_step else 0
+        return self._collect(params, losses, lam, lam_head, num_tasks * max(counted, 1))
 
     def _spread_params(self, params: Params, tasks: int) -> tuple[Tensor, Params]:
         """The convolutions' parameters, flat, and the head's, for each task of each replica."""
@@ -319,11 +320,11 @@ class ChainGradient:
         return spread(self.plan.flatten(params)), {name: spread(params[name]) for name in self.chain.head_names}
 
     def _collect_tasks(
-        self, params: Params, losses: Tensor, lam: Tensor, lam_head: Params, num_tasks: int
+        self, params: Params, losses: Tensor, lam: Tensor, lam_head: Params, number: int
     ) -> tuple[Tensor, Params]:
-        """Sums over tasks, divided by their number."""
+        """Sums over tasks, divided by the number of losses that they add up."""
         replicas = len(next(iter(params.values())))
-        add = lambda value: value.unflatten(0, (replicas, -1)).sum(1) / num_tasks  # noqa: E731
+        add = lambda value: value.unflatten(0, (replicas, -1)).sum(1) / number  # noqa: E731
         gradient = self.plan.unflatten(add(lam)) | {name: add(value) for name, value in lam_head.items()}
         gradient |= {name: torch.zeros_like(params[name]) for name in self.chain.silent}
         return add(losses), {name: gradient[name].contiguous() for name in params}
@@ -338,20 +339,28 @@ class ChainGradient:
             before = flat, head
             flat, head, y, saved = self._inner_step(flat, head, patches, support[1:], rates)
             path.append(_Step(*before, y, saved) if self.keep else _Step(*before))
-        y, saved = self.passes.forward(flat, self._prepare(query.x))
-        losses, slope, lam_head = self._query(y, head, query[1:])
-        lam = self.passes.backward(flat, saved, slope).sum(1)
-        del saved
-        while path and not self.objective.first_order:
+        asked = self._prepare(query.x)
+        losses, lam, lam_head = self._at_query(flat, head, asked, query[1:])
+        while path:
             flat, head, y, saved = path.pop()
-            if saved is None or y is None:
-                _, _, y, saved = self._inner_step(flat, head, patches, support[1:], rates)
-            v = lam * rates
-            y_dot, moved = self.passes.forward_tangent(flat, saved, v)
-            slope_dot, lam_head = self._curve(y, head, support[1:], y_dot, lam_head)
-            parts = self.passes.backward_tangent(flat, saved, v, moved, slope_dot)
-            lam = self.passes.descend(lam, parts, None)
+            if not self.objective.first_order:
+                if saved is None or y is None:
+                    _, _, y, saved = self._inner_step(flat, head, patches, support[1:], rates)
+                v = lam * rates
+                y_dot, moved = self.passes.forward_tangent(flat, saved, v)
+                slope_dot, lam_head = self._curve(y, head, support[1:], y_dot, lam_head)
+                parts = self.passes.backward_tangent(flat, saved, v, moved, slope_dot)
+                lam = self.passes.descend(lam, parts, None)
+            if self.objective.every_step and path:
+                own = self._at_query(flat, head, asked, query[1:])
+                losses, lam, lam_head = tree_map(torch.add, (losses, lam, lam_head), own)
         return losses, lam, lam_head
+
+    def _at_query(self, flat: Tensor, head: Params, patches: Tensor, target: Any) -> tuple[Tensor, Tensor, Params]:
+        """Each task's query loss and its gradient, there and then."""
+        y, saved = self.passes.forward(flat, patches)
+        losses, slope, gradient = self._query(y, head, target)
+        return losses, self.passes.backward(flat, saved, slope).sum(1), gradient
 
     def _way_through_head(
         self, flat: Tensor, head: Params, rates: Tensor, support: Batch | ClassBatch, query: Batch | ClassBatch
@@ -365,15 +374,20 @@ class ChainGradient:
         for _ in range(self.objective.inner_steps):
             path.append(head)
             head = self._step(y, head, support[1:])[1]
-        y_query, saved_query = self.passes.forward(flat, self._prepare(query.x))
-        losses, slope, lam_head = self._query(y_query, head, query[1:])
-        lam = self.passes.backward(flat, saved_query, slope).sum(1)
+        asked, saved_asked = self.passes.forward(flat, self._prepare(query.x))
+        losses, slope, lam_head = self._query(asked, head, query[1:])
+        still, curved = torch.zeros_like(y), torch.zeros_like(y)
+        while path:
+            head = path.pop()
+            if not self.objective.first_order:
+                slope_dot, lam_head = self._curve(y, head, support[1:], still, lam_head)
+                curved += slope_dot
+            if self.objective.every_step and path:
+                own = self._query(asked, head, query[1:])
+                losses, slope, lam_head = tree_map(torch.add, (losses, slope, lam_head), own)
+        lam = self.passes.backward(flat, saved_asked, slope).sum(1)
         if not self.objective.first_order:
-            still, total = torch.zeros_like(y), torch.zeros_like(y)
-            while path:
-                slope, lam_head = self._curve(y, path.pop(), support[1:], still, lam_head)
-                total += slope
-            lam = self.passes.descend(lam, self.passes.backward(flat, saved, total), None)
+            lam = self.passes.descend(lam, self.passes.backward(flat, saved, curved), None)
         return losses, lam, lam_head
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.inner import Params, inner_gradient, inner_step, scalar_loss, split, step_sizes
 from metaleader.machine import cache_folder
-from metaleader.objective import Objective
+from metaleader.objective import Objective, learned_rates, without_rates
 from metaleader.precision import tf32
 
 
@@ -55,7 +55,9 @@ class CompiledGradient:
             return tree_map(lambda value: value / num_tasks, total)
 
     def _sums(self, params: Params, support: Any, query: Any, noise: Tensor | None) -> tuple[Tensor, Params]:
-        moving, fixed = split(params, self.objective.only)
+        moving, fixed = split(without_rates(params), self.objective.only)
+        # Learned step sizes are parameters that do not move.
+        fixed |= {name: value for name, value in params.items() if name not in moving | fixed}
         path: list[tuple[Callable[..., Params], Params, Params | None, Tensor | None]] = []
         theta, step = moving, self._first
         for s in range(self.objective.inner_steps):
@@ -64,21 +66,45 @@ class CompiledGradient:
             kept = after if self.keep and not self.objective.first_order else None
             path.append((step, before, kept, at))
             theta, step = {name: value.detach() for name, value in after.items()}, self._later
-        at = None if noise is None else noise[:, self.objective.inner_steps]
-        losses, lam, lam_fixed = self._query(theta, fixed, query, at)
-        if self.objective.first_order:
-            lam = {name: value.sum(1) if path else value for name, value in lam.items()}
-            return losses, {name: (lam | lam_fixed)[name] for name in params}
+        last = None if noise is None else noise[:, self.objective.inner_steps]
+        found = self._query(theta, fixed, query, last)
         while path:
             step, before, after, at = path.pop()
-            if after is None:
-                before, after = self._run(step, before, fixed, support, at)
-            inputs = [before[name] for name in moving] + [before[name] for name in fixed]
-            found = torch.autograd.grad([after[n] for n in moving], inputs, [lam[n] for n in moving], allow_unused=True)
-            lam = dict(zip(moving, found[: len(moving)], strict=True))
-            for name, value in zip(fixed, found[len(moving) :], strict=True):
-                lam_fixed[name] = lam_fixed[name] if value is None else lam_fixed[name] + value
+            if not self.objective.first_order:
+                found = self._adjoint(found, step, before, after, moving, fixed, support, at)
+            if self.objective.every_step and path:
+                own = {name: before[name].detach() for name in moving}
+                found = tree_map(torch.add, found, self._query(own, fixed, query, last))
+        losses, lam, lam_fixed = found
+        if self.objective.first_order and self.objective.inner_steps:
+            lam = {name: value.sum(1) for name, value in lam.items()}
+        if self.objective.every_step and self.objective.inner_steps:
+            losses, lam, lam_fixed = tree_map(
+                lambda value: value / self.objective.inner_steps, (losses, lam, lam_fixed)
+            )
         return losses, {name: (lam | lam_fixed)[name] for name in params}
+
+    def _adjoint(
+        self,
+        found: tuple[Tensor, Params, Params],
+        step: Callable[..., Params],
+        before: Params,
+        after: Params | None,
+        moving: Params,
+        fixed: Params,
+        support: Any,
+        noise: Tensor | None,
+    ) -> tuple[Tensor, Params, Params]:
+        """The adjoint step of an inner step, which is taken anew where its linearisation was not kept."""
+        losses, lam, lam_fixed = found
+        if after is None:
+            before, after = self._run(step, before, fixed, support, noise)
+        inputs = [before[name] for name in moving] + [before[name] for name in fixed]
+        slopes = torch.autograd.grad([after[n] for n in moving], inputs, [lam[n] for n in moving], allow_unused=True)
+        lam_fixed = dict(lam_fixed)
+        for name, value in zip(fixed, slopes[len(moving) :], strict=True):
+            lam_fixed[name] = lam_fixed[name] if value is None else lam_fixed[name] + value
+        return losses, dict(zip(moving, slopes[: len(moving)], strict=True)), lam_fixed
 
     def _run(
         self, step: Callable[..., Params], theta: Params, fixed: Params, support: Any, noise: Tensor | None
@@ -92,9 +118,8 @@ class CompiledGradient:
         return before, after
 
     def _step(self, theta: Params, fixed: Params, support: Any, noise: Tensor | None, shared: bool) -> Params:
-        rates = step_sizes(self.objective.inner_lr, theta)
-
         def one(theta: Params, fixed: Params, support: Any, *noise: Tensor) -> Params:
+            rates = learned_rates(fixed) or step_sizes(self.objective.inner_lr, theta)
             return inner_step(self.objective.loss_fn, theta, fixed, rates, support, *noise)
 
         extra = () if noise is None else (noise,)
@@ -124,7 +149,7 @@ def check_curvature(objective: Objective, params: Params, support: Any, noise: T
     """
     if objective.first_order or objective.inner_steps == 0:
         return
-    params = {name: value[0].detach() for name, value in params.items()}
+    params = {name: value[0].detach() for name, value in without_rates(params).items()}
     moving = split(params, objective.only)[0]
     support = tree_map(lambda leaf: leaf[0, :2], support)
     extra = () if noise is None else (noise[0, 0, :2],)

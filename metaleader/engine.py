@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from metaleader.chain import Chain, ChainGradient, Plan, find_chain
 from metaleader.compiled import CompiledGradient, check_curvature, compiling
-from metaleader.inner import Params, adapt
+from metaleader.inner import Params
 from metaleader.network import Network
 from metaleader.objective import Adaptation, Objective
 from metaleader.passes import TorchPasses
@@ -82,7 +82,7 @@ class Engine:
 
         Noise is (replicas, inner_steps + 1, tasks).
         """
-        form = objective.network.form
+        form = objective.form
         watched, gradients = self.flat_gradient(objective, form.flat(params), support, query, noise)
         return watched[0], form.named(gradients)
 
@@ -161,13 +161,14 @@ class Engine:
     def _gradient_program(
         self, objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None
     ) -> Callable[..., tuple[Tensor, Tensor]]:
-        chain = find_chain(objective.network) if noise is None else None
+        # A chain has no gradient with respect to step sizes.
+        chain = find_chain(objective.network) if noise is None and not objective.learn_lr else None
         size = _image_size(objective.network, tree_map(lambda leaf: leaf[0, 0], query.x))
         if chain is not None and size is not None:
             return _Flat(self._chain_gradient(chain, objective, flat, size), objective)
         if self.mode == "eager":
             return _Flat(_Eager(objective), objective)
-        check_curvature(objective, objective.network.form.named(flat), support, noise)
+        check_curvature(objective, objective.form.named(flat), support, noise)
         return _Flat(CompiledGradient(objective, self.keep_linearisations), objective)
 
     def _prediction_program(
@@ -178,7 +179,7 @@ class Engine:
         params: Params,
         data: Batch | ClassBatch | None,
     ) -> Callable[..., dict[str, Tensor]]:
-        if adaptation is None or data is None:
+        if adaptation is None or adaptation.lr is None or data is None:
             return _Predictions(network, adaptation, steps, None)
         chain, size = find_chain(network), _image_size(network, tree_map(lambda leaf: leaf[0], data.x))
         if chain is None or size is None:
@@ -204,7 +205,7 @@ class _Flat:
     """A program for gradients by name, as one for flat ones."""
 
     def __init__(self, program: Callable[..., tuple[Tensor, Params]], objective: Objective) -> None:
-        self._program, self._form = program, objective.network.form
+        self._program, self._form = program, objective.form
 
     def __call__(self, flat: Tensor, support: Any, query: Any, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         losses, gradients = self._program(self._form.named(flat), support, query, noise)
@@ -266,7 +267,7 @@ class _Predictions:
             return self._chain.adapted(params, data, self._steps)
         how, found, done = self._adaptation, {}, 0
         for number in sorted(set(self._steps)):
-            walk = lambda p, d: adapt(self._network.loss_fn, p, d, how.lr, number - done, only=how.only)  # noqa: B023, E731
+            walk = lambda p, d: how.walk(self._network.loss_fn, p, d, number - done)  # noqa: B023, E731
             params, done = vmap(walk)(params, data), number
             found[number] = params
         return found

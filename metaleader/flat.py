@@ -23,7 +23,7 @@ class Form:
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a flat tensor, (..., number of parameters), by name."""
         named = zip(self._shapes.items(), flat.split(self._sizes, -1), strict=True)
-        return {name: part.view(*flat.shape[:-1], *shape) for (name, shape), part in named}
+        return {name: part.view(flat.shape[:-1] + shape) for (name, shape), part in named}
 
     def flat(self, named: Mapping[str, Tensor]) -> Tensor:
         """The inverse of `named`, as a new tensor."""

@@ -7,6 +7,7 @@ For inner steps theta_{s+1} = theta_s - D g(theta_s), D the diagonal of step siz
     meta-gradient = mean over tasks of lambda_0
     gradient of a step size = - sum over s of <g(theta_s), lambda_{s+1}> over the tensors it moves
 
+(with a loss after every inner step, each lambda_s, s > 0, also has its share of the query gradient at theta_s)
 so that the activations of one step are alive at a time, whatever the number of inner steps.
 """
 
@@ -49,6 +50,7 @@ def meta_gradient(
     *,
     only: str | None = ...,
     noise: Tensor | None = ...,
+    every_step: bool = ...,
     lr_gradient: Literal[False] = ...,
 ) -> tuple[Tensor, Params]: ...
 
@@ -66,6 +68,7 @@ def meta_gradient(
     *,
     only: str | None = ...,
     noise: Tensor | None = ...,
+    every_step: bool = ...,
     lr_gradient: Literal[True],
 ) -> tuple[Tensor, Params, Tensor | Params]: ...
 
@@ -83,6 +86,7 @@ def meta_gradient(
     *,
     only: str | None = None,
     noise: Tensor | None = None,
+    every_step: bool = False,
     lr_gradient: bool = False,
 ) -> tuple[Tensor, Params] | tuple[Tensor, Params, Tensor | Params]:
     """The mean query loss after `inner_steps` steps on the support sets, and its exact gradient.
@@ -102,6 +106,7 @@ def meta_gradient(
         only: which parameters move in the inner loop: None for all, "last", or a name pattern. All get a gradient.
         noise: integers, (inner_steps + 1, tasks), handed to `loss_fn` as its third argument, so that an adjoint step
             sees the dropout mask of its inner step; the last row is for the query loss.
+        every_step: take the mean of the query losses after each inner step, instead of that after the last.
         lr_gradient: also return the gradient with respect to `inner_lr`, in the same form.
 
     Returns:
@@ -119,8 +124,10 @@ def meta_gradient(
     rates = step_sizes(inner_lr, moving)
 
     def one_task(support: Any, query: Any, *noise: Tensor) -> _Result:
-        back = not first_order or lr_gradient
-        return _one_task(loss_fn, moving, fixed, rates, support, query, noise, inner_steps, first_order, back)
+        back = not first_order or lr_gradient or every_step
+        return _one_task(
+            loss_fn, moving, fixed, rates, support, query, noise, inner_steps, first_order, every_step, back
+        )
 
     # Tasks are vmapped from outside: torch 2.13 gives a wrong second derivative of batch norm for grad over vmap.
     many_tasks = vmap(one_task, in_dims=(0, 0) + (() if noise is None else (1,)))
@@ -158,9 +165,10 @@ def _one_task(
     noise: tuple[Tensor, ...],
     inner_steps: int,
     first_order: bool,
+    every_step: bool,
     back: bool,
 ) -> _Result:
-    """Query loss, its gradient, and the step sizes' gradient (which needs the way back), for one task."""
+    """Query loss, its gradient, and what needs the way back: the step sizes' gradient, losses on the way; one task."""
     at = lambda s: tuple(row[s] for row in noise)  # noqa: E731
 
     def walk(theta: Params, start: int, stop: int) -> list[Params]:
@@ -180,7 +188,8 @@ def _one_task(
     def query_loss(moving: Params, fixed: Params) -> Tensor:
         return scalar_loss(loss_fn, {**fixed, **moving}, query, *at(inner_steps))
 
-    (lam, lam_fixed), loss = grad_and_value(query_loss, argnums=(0, 1))(kept.pop(), fixed)
+    query_gradient = grad_and_value(query_loss, argnums=(0, 1))
+    (lam, lam_fixed), loss = query_gradient(kept.pop(), fixed)
     rate_gradient = {name: torch.zeros_like(loss) for name in moving}
     path: list[Params] = []
     for s in reversed(range(inner_steps)) if back else ():
@@ -195,14 +204,20 @@ def _one_task(
             products = inner_products(moving, fixed)
             return torch.stack([rates[name] * product for name, product in products.items()]).sum(), products
 
+        theta = path.pop()
         if first_order:
-            products = inner_products(path.pop(), fixed)
+            products = inner_products(theta, fixed)
         else:
-            (hessian, hessian_fixed), products = grad(dot, argnums=(0, 1), has_aux=True)(path.pop(), fixed)
+            (hessian, hessian_fixed), products = grad(dot, argnums=(0, 1), has_aux=True)(theta, fixed)
             lam = {name: lam[name] - hessian[name] for name in lam}
             lam_fixed = {name: lam_fixed[name] - hessian_fixed[name] for name in lam_fixed}
         rate_gradient = {name: rate_gradient[name] - products[name] for name in moving}
-    return _Result(loss, lam | lam_fixed, rate_gradient)
+        if every_step and s > 0:
+            own, own_loss = query_gradient(theta, fixed)
+            loss, (lam, lam_fixed) = loss + own_loss, tree_map(torch.add, (lam, lam_fixed), own)
+    # All of it is linear in the lambdas.
+    share = 1 / inner_steps if every_step and inner_steps else 1.0
+    return tree_map(lambda value: value * share, _Result(loss, lam | lam_fixed, rate_gradient))
 
 
 def _check_tasks(num_tasks: int, support: Any, query: Any, noise: Tensor | None, chunk: int | None) -> None:

@@ -19,7 +19,6 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from metaleader.flat import Form
 from metaleader.inner import Params
 from metaleader.layers import BatchNorm, Conv2d, SeededDropout
 from metaleader.losses import Loss, takes_labels
@@ -50,14 +49,12 @@ class Network:
     Attributes:
         num_classes: the number of global classes, for a module with `TaskLogits`; otherwise None.
         choosers: the names of the `TaskLogits` layers.
-        form: of the parameters, flat.
     """
 
     def __init__(self, module: nn.Module, loss: Loss, preprocess: Callable[[Tree], Tree] | None = scale_uint8) -> None:
         self.loss = loss
         self.preprocess = preprocess or (lambda x: x)
         self.module = _functional_copy(module)
-        self.form = Form(dict(self.module.named_parameters()))
         self._dropouts = [name for name, part in self.module.named_modules() if isinstance(part, SeededDropout)]
         self.has_dropout = bool(self._dropouts)
         chosen = {n: part.num_classes for n, part in self.module.named_modules() if isinstance(part, TaskLogits)}

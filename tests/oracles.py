@@ -36,6 +36,7 @@ def unrolled(
     steps: int,
     moving: Iterable[str] | None = None,
     noise: Tensor | None = None,
+    every_step: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor], Any]:
     """The mean query loss, its gradient and that of the step sizes, by differentiating through every step."""
     leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
@@ -54,7 +55,10 @@ def unrolled(
                 gradients = torch.autograd.grad(loss, [adapted[name] for name in names], create_graph=True)
                 for name, gradient in zip(names, gradients, strict=True):
                     adapted[name] = adapted[name] - rates[name if name in rates else ""] * gradient
-            losses.append(loss_fn(adapted, own_query, *extra(steps)))
+                if every_step:
+                    losses.append(loss_fn(adapted, own_query, *extra(steps)))
+            if not every_step:
+                losses.append(loss_fn(adapted, own_query, *extra(steps)))
         loss = torch.stack(losses).mean()
         found = torch.autograd.grad(loss, [*leaves.values(), *rates.values()], materialize_grads=True)
     gradient = dict(zip(leaves, found, strict=False))

@@ -80,6 +80,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chunks of two": {"chunk": 2},
     "more steps than are kept": {"inner_steps": 7, "inner_lr": 0.1},
     "soft-argmax": {"model": pose_net},
+    "every step counts": {"every_step": True},
+    "every step counts, recomputed": {"every_step": True, "inner_steps": 7, "inner_lr": 0.1},
+    "every step counts, last layer": {"every_step": True, "only": "last"},
+    "every step counts, there is none": {"every_step": True, "inner_steps": 0},
 }
 
 
@@ -99,6 +103,7 @@ def test_gradient_equals_autograd_through_every_step(options: dict[str, Any]) ->
             options.get("inner_lr", 0.3),
             objective.inner_steps,
             moving,
+            every_step=objective.every_step and objective.inner_steps > 0,
         )
         torch.testing.assert_close(losses[r], loss, rtol=1e-10, atol=1e-12)
         for name, value in expected.items():
@@ -107,8 +112,9 @@ def test_gradient_equals_autograd_through_every_step(options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("only", [None, "last"])
-def test_first_order_is_the_query_gradient_at_the_adapted_parameters(only: str | None) -> None:
-    program, objective, params, support, query = work(conv_net(), first_order=True, only=only)
+@pytest.mark.parametrize("every_step", [False, True])
+def test_first_order_is_the_query_gradient_at_the_adapted_parameters(only: str | None, every_step: bool) -> None:
+    program, objective, params, support, query = work(conv_net(), first_order=True, only=only, every_step=every_step)
     _, found = program(params, support, query)
     _, expected = objective.gradient(
         {n: v[1] for n, v in params.items()}, Batch(support.x[1], support.y[1]), Batch(query.x[1], query.y[1]), None

@@ -116,8 +116,9 @@ def assert_same(found: list[ml.Learner], expected: list[ml.Learner], rtol: float
     """Parameters agree, by how far the updates moved them."""
     for one, other in zip(found, expected, strict=True):
         assert one.step == other.step > 0
-        for name, value in other.params.items():
-            torch.testing.assert_close(one.params[name], value, rtol=rtol, atol=rtol)
+        # All that is learned: step sizes too, where they are.
+        for name, value in other._outer.params.items():
+            torch.testing.assert_close(one._outer.params[name], value, rtol=rtol, atol=rtol)
 
 
 # Modes agree over a few updates.
@@ -131,6 +132,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dropout": {"model": dropout_net},
     "adapts nothing": {"model": mlp, "inner_steps": 0},
     "toe": {"kind": ml.TOE},
+    "every step counts": {"model": mlp, "every_step": True, "inner_steps": 3},
+    "every step counts in first order": {"model": mlp, "every_step": True, "first_order": True},
+    "learned step sizes": {"model": mlp, "learn_lr": True},
+    "learned step sizes of the last layer": {"learn_lr": True, "only": "last", "every_step": True},
 }
 
 
@@ -390,6 +395,7 @@ GPU: dict[str, dict[str, Any]] = {
     "chunk": {"chunk": 3},
     "dropout": {"model": dropout_net},
     "toe": {"kind": ml.TOE},
+    "learned step sizes, every step counts": {"learn_lr": True, "every_step": True},
 }
 
 

@@ -130,6 +130,30 @@ def test_long_paths_are_exact_too(steps: int):
         assert_close(part, part_expected)
 
 
+@pytest.mark.parametrize("steps", [1, 4, 23])
+@pytest.mark.parametrize("only", [None, "last"])
+def test_a_loss_after_every_step_is_exact_too(steps: int, only: str | None):
+    loss_fn, oracle, params, support, query = setting("mlp", 0.4)
+    moving = [name for name in params if only is None or name.startswith("5.")]
+    noise = torch.from_numpy(rng("noise").integers(2**31, size=(steps + 1, TASKS)))
+    options: dict[str, Any] = {"noise": noise, "every_step": True}
+    found = meta_gradient(
+        loss_fn, params, support, query, different_rates(moving), steps, only=only, lr_gradient=True, **options
+    )
+    expected = unrolled(oracle, params, support, query, different_rates(moving), steps, moving, **options)
+    for part, part_expected in zip(found, expected, strict=True):
+        assert_close(part, part_expected)
+
+
+def test_a_first_order_loss_after_every_step_is_the_mean_of_the_query_gradients():
+    loss_fn, _, params, support, query = setting("mlp", 0.0)
+    options: dict[str, Any] = {"first_order": True}
+    each = [meta_gradient(loss_fn, params, support, query, RATE, s, **options) for s in (1, 2, 3)]
+    loss, gradient = meta_gradient(loss_fn, params, support, query, RATE, 3, **options, every_step=True)
+    assert_close(loss, torch.stack([one[0] for one in each]).mean())
+    assert_close(gradient, {name: torch.stack([one[1][name] for one in each]).mean(0) for name in gradient})
+
+
 def test_quadratics_have_a_closed_form():
     """Losses (w - c)'A(w - c)/2: lambda_0 = (I - alpha A)^K A (w_K - c)."""
     roots, centres = normal("roots", TASKS, 4, 4), normal("centres", TASKS, 4)

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from metaleader.buffer import Draw, TaskBuffer, Weights
 from metaleader.classes import ClassBuffer
 from metaleader.engine import Engine, Mode
-from metaleader.inner import Params, adapt
+from metaleader.inner import Params
 from metaleader.learners.outer import OptimizerFactory, Outer, Schedule
 from metaleader.learners.start import Model, check_integer, initial_module
 from metaleader.learners.state import load_learner, load_state, save_learner
 from metaleader.learners.together import update_together
 from metaleader.losses import Loss
 from metaleader.network import Network, Statistics, scale_uint8
-from metaleader.objective import Adaptation, Objective
+from metaleader.objective import Adaptation, Objective, without_rates
 from metaleader.precision import exact_convolutions
 from metaleader.tasks import Batch, ClassBatch, Tree, check_alike, check_batch, num_rows, rng, to_device
 
@@ -90,10 +90,9 @@ class Learner(ABC):
         }
         self._network = Network(initial_module(model, seed, 0), loss, preprocess)
         self._network.module.to(self.device)
-        self._outer = Outer(self._network.params(), optimizer, meta_lr, clip)
         self._buffer: TaskBuffer | ClassBuffer = TaskBuffer(self.device, weights)
         self._engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
-        self._objective = Objective(self._network)
+        self._minimise(Objective(self._network))
         self.round = -1
         self.task: str | None = None
 
@@ -106,6 +105,11 @@ class Learner(ABC):
     @abstractmethod
     def _adaptation(self) -> Adaptation | None:
         """The update procedure, or None for a learner that is used as it is."""
+
+    def _minimise(self, objective: Objective) -> None:
+        """Set what updates minimise, from its beginning."""
+        optimizer, meta_lr, clip = (self._hyperparameters[name] for name in ("optimizer", "meta_lr", "clip"))
+        self._objective, self._outer = objective, Outer(objective.params(), optimizer, meta_lr, clip)
 
     def _on_begin(self) -> None:  # noqa: B027
         """Called when a round begins."""
@@ -200,15 +204,13 @@ class Learner(ABC):
         for number in wanted:
             check_integer("steps", number, 0)
         nets: dict[int, nn.Module] = {}
-        params, done = self.params, 0
+        params, done = self._outer.params, 0
         for number in sorted(set(wanted)):
             if how is not None and data is not None:
                 batch = data if classes is None else ClassBatch(*data, classes)
                 noise = self._adapt_noise(done, number, num_rows(data))
                 with exact_convolutions():
-                    params = adapt(
-                        self._network.loss_fn, params, batch, how.lr, number - done, only=how.only, noise=noise
-                    )
+                    params = how.walk(self._network.loss_fn, params, batch, number - done, noise)
                 done = number
             nets[number] = self._network.adapted(
                 params, data, statistics, like=self._buffer.store.data, classes=classes
@@ -219,7 +221,7 @@ class Learner(ABC):
     @property
     def params(self) -> Params:
         """w_t, by name."""
-        return self._outer.params
+        return without_rates(self._outer.params)
 
     @property
     def step(self) -> int:
@@ -310,7 +312,7 @@ class Learner(ABC):
 
     def _what_to_lower(self) -> str:
         procedure = self._adaptation()
-        inner = f" or inner_lr ({procedure.lr})" if procedure else ""
+        inner = f" or inner_lr ({procedure.lr or 'learned'})" if procedure else ""
         return f"meta_lr ({self._outer.lr(self.step)}){inner}"
 
     def _noise(self, numbers: Sequence[int], num_tasks: int) -> Tensor | None:

@@ -94,7 +94,7 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
     sizes = {str(shapes(pair)) for pair in zip(data, xs, strict=True)}
     if len(kinds) > 1 or len(sizes) > 1:
         return None
-    params = lead._network.form.named(Outer.together([learner._outer for learner in learners]))
+    params = lead._objective.form.named(Outer.together([learner._outer for learner in learners]))
     classes = [learner._classes() for learner in learners]
     chosen = None if classes[0] is None else _stack(classes)
     seen = _stack(data)
