@@ -27,6 +27,10 @@ STYLES: dict[str, tuple[str, str, str, tuple[float, ...]]] = {
     "ftl-matched": ("FTL, matched compute", "#8C5A00", "<", (7, 1, 1, 1)),
     "toe-matched": ("TOE, matched compute", "#00543D", "d", (1, 1)),
     "scratch-long": ("from scratch, long", "#7A3E62", ">", (3, 1)),
+    "ftml-rates": ("FTML, learned step sizes", "#A50026", "8", (10, 1.5)),
+    "ftml-every": ("FTML, loss after every step", "#A6761D", "H", (2, 3)),
+    "ftml-anneal": ("FTML, annealed outer step", "#7B3294", "x", (5, 3, 1, 3)),
+    "ftml-plus": ("FTML plus", "#D55E00", "*", (4, 1)),
 }
 _OTHERS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("#D55E00", "P", (9, 2)),

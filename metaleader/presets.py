@@ -7,6 +7,7 @@ first look within minutes on two cores.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -70,7 +71,7 @@ class Preset:
 def sinusoid(schedule: Schedule) -> Preset:
     """Sinusoid regression with an MLP, 10 datapoints at a time."""
     quick = schedule == "quick"
-    num_tasks, reveals = (20, 2) if quick else (40, 3)
+    num_tasks, reveals, meta_steps = (20, 2, 40) if quick else (40, 3, 50)
     return Preset(
         summary="sinusoids of random amplitude and phase, an MLP; needs no data",
         stream=lambda seed, data: make_stream("sinusoid", seed, tasks=num_tasks, train=10 * reveals),
@@ -83,8 +84,9 @@ def sinusoid(schedule: Schedule) -> Preset:
             "toe": TOE,
             "scratch": functools.partial(Scratch, meta_lr=1e-2),
         },
+        extras=_plus(num_tasks * reveals * meta_steps, inner_lr=0.01),
         tasks=num_tasks,
-        meta_steps=40 if quick else 50,
+        meta_steps=meta_steps,
         reveal=10,
         reveals=reveals,
         gamma=0.1,
@@ -177,6 +179,8 @@ def _net_over_classes() -> nn.Module:
 def pose(schedule: Schedule) -> Preset:
     """The paper's object pose prediction (section 5.3): 90 views of 50 objects, 20 datapoints at a time."""
     quick = schedule == "quick"
+    num_tasks, reveals = (4, 3) if quick else (90, 20)
+    meta_steps = {"standard": 10, "paper": 50, "quick": 2}[schedule]
     return Preset(
         summary="the paper's object pose in MuJoCo: 90 views, 64x64; draws its images once",
         stream=lambda seed, data: make_stream("pose", seed, data),
@@ -184,10 +188,11 @@ def pose(schedule: Schedule) -> Preset:
         model=functools.partial(models.pose_net, dense_norm=False),
         loss=losses.squared_error,
         methods={"ftml": FTML, "ftl": FTL, "toe": TOE, "scratch": Scratch},
-        tasks=4 if quick else 90,
-        meta_steps={"standard": 10, "paper": 50, "quick": 2}[schedule],
+        extras=_plus(num_tasks * reveals * meta_steps),
+        tasks=num_tasks,
+        meta_steps=meta_steps,
         reveal=20,
-        reveals=3 if quick else 20,
+        reveals=reveals,
         gamma=0.05,
         panels=(60,) if quick else (60, 400),
         error_name="squared error",
@@ -211,10 +216,27 @@ def _classification(model: Callable[[], nn.Module], common: dict[str, Any], **fi
             "ftl-matched": functools.partial(_with_more_updates(FTL), **common, factor=16),
             "toe-matched": functools.partial(_with_more_updates(TOE), **common, factor=16),
             "scratch-long": functools.partial(_with_more_updates(Scratch), **common, factor=10),
+            **_plus(fields["tasks"] * fields["reveals"] * fields["meta_steps"], **common),
         },
         error_name="error",
         **fields,
     )
+
+
+def _plus(updates: int, meta_lr: float = 1e-3, **options: Any) -> dict[str, Callable[..., Learner]]:
+    """FTML with additions that the paper does not have: each alone, and all together.
+
+    Annealed, the outer step size falls along half a cosine, in 50 pieces, to a tenth of what it is at first.
+    """
+    falls = [(updates * i // 50, meta_lr * (0.55 + 0.45 * math.cos(math.pi * i / 50))) for i in range(50)]
+    additions: dict[str, dict[str, Any]] = {
+        "ftml-rates": {"learn_lr": True},
+        "ftml-every": {"every_step": True},
+        "ftml-anneal": {"meta_lr": sorted(dict(falls).items())},
+    }
+    additions["ftml-plus"] = {name: value for one in additions.values() for name, value in one.items()}
+    common = options | {"meta_lr": meta_lr}
+    return {name: functools.partial(FTML, **(common | given)) for name, given in additions.items()}
 
 
 def _with_more_updates(kind: type[Learner]) -> Callable[..., Learner]:

@@ -151,7 +151,8 @@ def test_choices_are_made_and_names_checked():
 
 def test_extra_methods_run_when_named_only() -> None:
     preset = PRESETS["rainbow-digits"]("quick")
-    extras = ("ftml-first", "ftl-matched", "toe-matched", "scratch-long")
+    plus = ("ftml-rates", "ftml-every", "ftml-anneal", "ftml-plus")
+    extras = ("ftml-first", "ftl-matched", "toe-matched", "scratch-long", *plus)
     assert tuple(preset.extras) == extras
     assert checked(Experiment("rainbow-digits", schedule="quick"))[0].methods == tuple(preset.methods)
     assert checked(Experiment("rainbow-digits", extras, schedule="quick"))[0].methods == extras
@@ -159,7 +160,22 @@ def test_extra_methods_run_when_named_only() -> None:
     assert isinstance(made["ftml-first"], FTML)
     assert made["ftml-first"].first_order
     steps = {name: learner.meta_steps for name, learner in made.items() if name != "ftml-first"}
-    assert steps == dict.fromkeys(preset.methods, 3) | {"ftl-matched": 48, "toe-matched": 48, "scratch-long": 30}
+    more = {"ftl-matched": 48, "toe-matched": 48, "scratch-long": 30}
+    assert steps == dict.fromkeys((*preset.methods, *plus), 3) | more
+
+
+def test_additions_to_ftml_are_each_alone_and_then_together() -> None:
+    preset = PRESETS["pose"]("standard")
+    made: Any = {name: preset.known[name](preset.model, preset.loss) for name in ("ftml", *preset.extras)}
+    last = preset.tasks * preset.reveals * preset.meta_steps - 1
+    for name, learner in made.items():
+        both = name == "ftml-plus"
+        assert learner.learn_lr == (both or name == "ftml-rates")
+        assert learner.every_step == (both or name == "ftml-every")
+        assert learner._outer.lr(0) == pytest.approx(1e-3)
+        falls = both or name == "ftml-anneal"
+        assert learner._outer.lr(last // 2) == pytest.approx(0.55e-3 if falls else 1e-3, rel=0.1)
+        assert learner._outer.lr(last) == pytest.approx(1e-4 if falls else 1e-3, rel=0.02)
 
 
 def test_the_first_tasks_of_a_stream():
