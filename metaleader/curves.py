@@ -30,7 +30,7 @@ STYLES: dict[str, tuple[str, str, str, tuple[float, ...]]] = {
     "ftml-rates": ("FTML, learned step sizes", "#A50026", "8", (10, 1.5)),
     "ftml-every": ("FTML, loss after every step", "#A6761D", "H", (2, 3)),
     "ftml-anneal": ("FTML, annealed outer step", "#7B3294", "x", (5, 3, 1, 3)),
-    "ftml-plus": ("FTML plus", "#D55E00", "*", (4, 1)),
+    "ftml-plus": ("FTML plus", "#E7298A", "*", (4, 1)),
 }
 _OTHERS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("#D55E00", "P", (9, 2)),
