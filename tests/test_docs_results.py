@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tiny import tiny, tiny_nway
 
-from metaleader import cli
+from metaleader import cli, experiment
 from metaleader.curves import STYLES
 from metaleader.experiment import Experiment, run_experiment
 from metaleader.plots import draw_figures
@@ -253,6 +253,14 @@ def test_pose_the_seeds_of_the_aims(pose, size):
         assert f"| {size} | {label} | {' | '.join(found)} |" in page_of("pose")
 
 
+def test_pose_the_medians_of_the_aims(pose):
+    for column, start in (("loss", "0.082 with 5 steps (seeds "), ("loss_10", "0.068 with 10 (")):
+        late = of(pose, "ftml", 400, POSE_LATE)
+        found = [statistics.median(float(r[column]) for r in late if r["seed"] == seed) for seed in "012"]
+        assert start + ", ".join(f"{value:.3f}" for value in found) + ")" in page_of("pose")
+        assert f"{sum(found) / 3:.3f}" == start[:5]
+
+
 @pytest.mark.parametrize("method", ["ftml", "ftml-last", "toe", "scratch"])
 def test_cifar_the_tables_are_those_of_the_records(cifar, method):
     page, label = page_of("cifar100"), LABELS[method]
@@ -302,6 +310,7 @@ def test_an_interim_result_says_so_first(name, played, planned):
 def test_fewer_tasks_are_the_first_of_more(make, tmp_path, monkeypatch):
     """So that the records of an interim result are those of a run with `--tasks`."""
     monkeypatch.setitem(PRESETS, "tiny", make)
+    monkeypatch.setattr(experiment, "_finish", lambda folder: None)  # no figures
     found = []
     for tasks in (1, 2):
         run_experiment(Experiment("tiny", seeds=2, tasks=tasks, engine="eager"), tmp_path / str(tasks))
