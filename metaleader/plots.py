@@ -77,7 +77,7 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> list[Path]:
             ]
             if any(np.isfinite(curve.error).any() for curve in curves.values()):
                 handles.append(Patch(color="#999999", alpha=0.4, linewidth=0, label="standard error over seeds"))
-            columns = 3 if alone else len(handles)
+            columns = 2 if alone else len(handles)
             figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False, handlelength=3.2)
         paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
         figure.savefig(paths[0], dpi=160, metadata={"Software": None})

@@ -6,14 +6,18 @@ import json
 import math
 import re
 import shutil
+import statistics
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny import tiny, tiny_nway
 
-from metaleader import cli
+from metaleader import cli, experiment
 from metaleader.curves import STYLES
+from metaleader.experiment import Experiment, run_experiment
 from metaleader.plots import draw_figures
+from metaleader.presets import PRESETS
 from metaleader.report import write_report
 from metaleader.verify import check_claims
 
@@ -96,10 +100,24 @@ def test_the_page_has_the_verdicts(folder, page):
         assert claim.verdict in page
 
 
-@pytest.fixture(scope="module")
-def rainbow(tmp_path_factory):
-    text = gzip.decompress((DOCS / "results" / "rainbow-mnist" / "records.csv.gz").read_bytes()).decode()
+def published(name):
+    text = gzip.decompress((DOCS / "results" / name / "records.csv.gz").read_bytes()).decode()
     return list(csv.DictReader(text.splitlines()))
+
+
+@pytest.fixture(scope="module")
+def rainbow():
+    return published("rainbow-mnist")
+
+
+@pytest.fixture(scope="module")
+def pose():
+    return published("pose")
+
+
+@pytest.fixture(scope="module")
+def cifar():
+    return published("cifar100")
 
 
 def over_seeds(records, value):
@@ -124,18 +142,23 @@ def errors(records, method, suffix, sizes=SIZES, least=37):
     return ["{:.2f} ± {:.2f}".format(*pair) for pair in found]
 
 
+def page_of(name):
+    return (DOCS / "results" / f"{name}.md").read_text()
+
+
 def rainbow_page():
-    return (DOCS / "results" / "rainbow-mnist.md").read_text()
+    return page_of("rainbow-mnist")
 
 
-def test_rainbow_the_output_of_verify_is_verbatim(tmp_path, monkeypatch, capsys):
-    folder = shutil.copytree(DOCS / "results" / "rainbow-mnist", tmp_path / "run")
+@pytest.mark.parametrize(("name", "status"), [("rainbow-mnist", 0), ("pose", 1), ("cifar100", 0)])
+def test_the_output_of_verify_is_verbatim(name, status, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(DOCS / "results" / name, tmp_path / "run")
     (folder / "records.csv").write_bytes(gzip.decompress((folder / "records.csv.gz").read_bytes()))
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as caught:
         cli.main(["verify", str(folder)])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out in rainbow_page()
+    assert caught.value.code == status
+    assert capsys.readouterr().out in page_of(name)
 
 
 @pytest.mark.parametrize("method", LABELS)
@@ -167,3 +190,131 @@ def test_rainbow_accuracies_beside_the_prototype(rainbow, method):
         late = [r for r in rainbow if r["method"] == method and int(r["round"]) >= 40 and r["datapoints"] == str(size)]
         found.append("{:.3f} ± {:.3f}".format(*over_seeds(late, lambda r: float(r["accuracy"]))).replace("0.", "."))
     assert f"| {LABELS[method]}, ours | {' | '.join(found)} |" in rainbow_page()
+
+
+def medians(records, value):
+    """Mean and standard error over three seeds of the medians over a seed's records."""
+    middles = [statistics.median(value(r) for r in records if r["seed"] == seed) for seed in "012"]
+    return statistics.mean(middles), statistics.stdev(middles) / math.sqrt(3)
+
+
+def of(records, method, size, rounds):
+    return [r for r in records if r["method"] == method and r["datapoints"] == str(size) and int(r["round"]) in rounds]
+
+
+# Thirds of the tasks played, rounded up: 26 of 76, and 11 of 31.
+POSE_EARLY, POSE_LATE = range(26), range(50, 76)
+CIFAR_EARLY, CIFAR_LATE = range(11), range(20, 31)
+
+
+@pytest.mark.parametrize("method", ["ftml", "ftl", "toe", "scratch"])
+def test_pose_the_tables_are_those_of_the_records(pose, method):
+    page, label = page_of("pose"), LABELS[method]
+
+    def row(column, over=over_seeds, sizes=(20, 60, 400)):
+        found = [over(of(pose, method, size, POSE_LATE), lambda r: float(r[column])) for size in sizes]
+        return ["{:.3f} ± {:.3f}".format(*pair) for pair in found]
+
+    def needed(rounds):
+        counts = over_seeds(of(pose, method, 400, rounds), lambda r: float(r["needed"] or 400))
+        return "{:.0f} ± {:.0f}".format(*counts)
+
+    everything = of(pose, method, 400, range(76))
+    ever = sum(r["needed"] != "" for r in everything) / len(everything)
+    first = sum(r["needed"] == "20" for r in everything) / len(everything)
+    own = row("loss")
+    assert f"| {label} | {' | '.join([*own, *row('loss', medians, (60, 400))])} |" in page
+    cells = [needed(POSE_EARLY), needed(POSE_LATE), f"{first:.0%}", f"{ever:.0%}"]
+    assert f"| {label} | {' | '.join(cells)} |".replace("%", " %") in page
+    pairs = zip(own, row("loss_task"), strict=True)
+    assert f"| {label} | {' | '.join(part for pair in pairs for part in pair)} |" in page
+    for steps, column in ((1, "loss_1"), (5, "loss"), (10, "loss_10")):
+        if method in ("toe", "scratch"):
+            assert row(column) == own
+        else:
+            cells = [*row(column), *row(column, medians, (400,))]
+            assert f"| {label} | {steps} | {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize("size", [60, 400])
+def test_pose_the_seeds_of_the_aims(pose, size):
+    """The table of means by seed, with FTL at 10 steps too."""
+    for label, method, column in (
+        ("FTML", "ftml", "loss"),
+        ("FTML, 10 steps", "ftml", "loss_10"),
+        ("FTL, 10 steps", "ftl", "loss_10"),
+        ("TOE", "toe", "loss"),
+        ("from scratch", "scratch", "loss"),
+    ):
+        found = []
+        for seed in "012":
+            values = [float(r[column]) for r in of(pose, method, size, POSE_LATE) if r["seed"] == seed]
+            found.append(f"{sum(values) / len(values):.3f}")
+        assert f"| {size} | {label} | {' | '.join(found)} |" in page_of("pose")
+
+
+def test_pose_the_medians_of_the_aims(pose):
+    for column, start in (("loss", "0.082 with 5 steps (seeds "), ("loss_10", "0.068 with 10 (")):
+        late = of(pose, "ftml", 400, POSE_LATE)
+        found = [statistics.median(float(r[column]) for r in late if r["seed"] == seed) for seed in "012"]
+        assert start + ", ".join(f"{value:.3f}" for value in found) + ")" in page_of("pose")
+        assert f"{sum(found) / 3:.3f}" == start[:5]
+
+
+@pytest.mark.parametrize("method", ["ftml", "ftml-last", "toe", "scratch"])
+def test_cifar_the_tables_are_those_of_the_records(cifar, method):
+    page, label = page_of("cifar100"), LABELS[method]
+
+    def row(column, rounds=CIFAR_LATE):
+        found = [
+            over_seeds(of(cifar, method, size, rounds), lambda r: 100 * float(r[column])) for size in (50, 250, 2000)
+        ]
+        return ["{:.1f} ± {:.1f}".format(*pair) for pair in found]
+
+    own = row("accuracy")
+    assert f"| {label} | {' | '.join([*own, *row('accuracy', CIFAR_EARLY)])} |" in page
+    pairs = zip(own, row("accuracy_task"), strict=True)
+    assert f"| {label} | {' | '.join(part for pair in pairs for part in pair)} |" in page
+    for steps, column in ((1, "accuracy_1"), (5, "accuracy"), (10, "accuracy_10")):
+        if method in ("toe", "scratch"):
+            assert row(column) == own
+        else:
+            assert f"| {label} | {steps} | {' | '.join(row(column))} |" in page
+    # Of each reveal of a task after the first, a fifth of the datapoints are of the class that is new.
+    for r in cifar:
+        if r["method"] == method:
+            new = int(r["datapoints"]) // (5 if r["round"] != "0" else 1)
+            assert int(r["new_datapoints"]) == new
+    assert "| datapoints, genuinely new (tasks after the first) | 10 | 50 | 400 |" in page
+
+
+def test_the_front_page_has_the_headlines(pose, cifar):
+    readme = (DOCS.parent / "README.md").read_text()
+    for method in ("ftml", "toe", "scratch"):
+        mean, error = over_seeds(of(pose, method, 60, POSE_LATE), lambda r: float(r["loss"]))
+        assert f"{LABELS[method]} {mean:.3f} ± {error:.3f}" in readme
+        mean, error = over_seeds(of(cifar, method, 50, CIFAR_LATE), lambda r: 100 * float(r["accuracy"]))
+        assert method == "toe" or f"{LABELS[method]} {mean:.1f} ± {error:.1f} %" in readme
+
+
+@pytest.mark.parametrize(("name", "played", "planned"), [("pose", 76, 90), ("cifar100", 31, 96)])
+def test_an_interim_result_says_so_first(name, played, planned):
+    head = page_of(name).split("## ")[0]
+    assert "**Interim result" in head
+    assert f"{played} of {planned} tasks" in head
+    assert json.loads((DOCS / "results" / name / "config.json").read_bytes())["tasks"] == played
+    assert PRESETS[name]("standard").tasks == planned
+
+
+@pytest.mark.parametrize("make", [tiny, tiny_nway])
+def test_fewer_tasks_are_the_first_of_more(make, tmp_path, monkeypatch):
+    """So that the records of an interim result are those of a run with `--tasks`."""
+    monkeypatch.setitem(PRESETS, "tiny", make)
+    monkeypatch.setattr(experiment, "_finish", lambda folder: None)  # no figures
+    found = []
+    for tasks in (1, 2):
+        run_experiment(Experiment("tiny", seeds=2, tasks=tasks, engine="eager"), tmp_path / str(tasks))
+        lines = (tmp_path / str(tasks) / "records.csv").read_text().splitlines()
+        found.append([line for line in lines if ",online,1," not in line])
+    assert len(found[0]) > 2
+    assert found[0] == found[1]

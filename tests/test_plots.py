@@ -82,3 +82,11 @@ def test_no_band_leaves_a_logarithmic_axis():
 
 def test_no_records_at_all_can_be_drawn(tmp_path):
     assert all(path.is_file() for path in draw_figures([], (20, 60), tmp_path, gamma=0.9))
+
+
+@pytest.mark.parametrize("preset", ["rainbow-mnist", "cifar100"])
+def test_nothing_is_cut_at_the_edge(preset, tmp_path):
+    methods = tuple(PRESETS[preset]("standard").methods)
+    for path in draw_figures(made_records(preset, tasks=4, reveals=5, methods=methods), (100,), tmp_path)[::2]:
+        pixels = matplotlib.image.imread(path)
+        assert all((edge == 1).all() for edge in (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:])), path.name
