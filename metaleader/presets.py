@@ -184,7 +184,7 @@ def pose(schedule: Schedule) -> Preset:
     return Preset(
         summary="the paper's object pose in MuJoCo: 90 views, 64x64; draws its images once",
         stream=lambda seed, data: make_stream("pose", seed, data),
-        # With batch norm on the dense layers, as in the paper, FTML's error stays four times as large (LOG.md).
+        # With batch norm on the dense layers, as in the paper, angles are hardly learned (LOG.md).
         model=functools.partial(models.pose_net, dense_norm=False),
         loss=losses.squared_error,
         methods={"ftml": FTML, "ftl": FTL, "toe": TOE, "scratch": Scratch},
