@@ -24,6 +24,14 @@ _MARKERS = {
     "P": "M-{r} 0H{r}M0 -{r}V{r}Z",
     "X": "M-{r} -{r}L{r} {r}M-{r} {r}L{r} -{r}Z",
     "p": "M0 -{d}L{r} 0L0 {d}L-{r} 0Z",
+    "<": "M-{r} 0L{r} -{r}V{r}Z",
+    ">": "M{r} 0L-{r} -{r}V{r}Z",
+    "d": "M0 -{d}L{q} 0L0 {d}L-{q} 0Z",
+    "h": "M0 -{d}L{r} -{q}V{q}L0 {d}L-{r} {q}V-{q}Z",
+    "H": "M-{d} 0L-{q} -{r}H{q}L{d} 0L{q} {r}H-{q}Z",
+    "8": "M-{r} -{q}L-{q} -{r}H{q}L{r} -{q}V{q}L{q} {r}H-{q}L-{r} {q}Z",
+    "x": "M-{q} -{q}L{q} {q}M-{q} {q}L{q} -{q}Z",
+    "*": "M0 -{d}L{t} -{t}L{d} 0L{t} {t}L0 {d}L-{t} {t}L-{d} 0L-{t} -{t}Z",
 }
 
 
@@ -201,7 +209,7 @@ def _band(curve: Curve, y_log: bool, to_x: Callable, to_y: Callable) -> str:
 
 
 def _marker(method: str, x: float, y: float, hollow: bool) -> str:
-    path = _MARKERS[style(method)[2]].format(r=3.2, d=4.4)
+    path = _MARKERS[style(method)[2]].format(r=3.2, d=4.4, q=1.9, t=1.2)
     kind = "marker hollow" if hollow else "marker"
     return f'<path class="{kind}" transform="translate({_f(x)} {_f(y)})" d="{path}"/>'
 

@@ -72,6 +72,7 @@ class Engine:
         self.mode: Mode = mode
         self.keep_linearisations = keep_linearisations
         self._programs: dict[Any, Callable[..., Any]] = {}
+        self._chains: dict[Network, Chain | None] = {}
         self._pool: Any = None
 
     @torch.no_grad()
@@ -162,7 +163,7 @@ class Engine:
         self, objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None
     ) -> Callable[..., tuple[Tensor, Tensor]]:
         # A chain has no gradient with respect to step sizes.
-        chain = find_chain(objective.network) if noise is None and not objective.learn_lr else None
+        chain = self._chain(objective.network) if noise is None and not objective.learn_lr else None
         size = _image_size(objective.network, tree_map(lambda leaf: leaf[0, 0], query.x))
         if chain is not None and size is not None:
             return _Flat(self._chain_gradient(chain, objective, flat, size), objective)
@@ -181,12 +182,17 @@ class Engine:
     ) -> Callable[..., dict[str, Tensor]]:
         if adaptation is None or adaptation.lr is None or data is None:
             return _Predictions(network, adaptation, steps, None)
-        chain, size = find_chain(network), _image_size(network, tree_map(lambda leaf: leaf[0], data.x))
+        chain, size = self._chain(network), _image_size(network, tree_map(lambda leaf: leaf[0], data.x))
         if chain is None or size is None:
             return _Predictions(network, adaptation, steps, None)
         objective = Objective(network, adaptation.lr, max(steps), only=adaptation.only)
         weight = next(iter(params.values()))
         return _Predictions(network, adaptation, steps, self._chain_gradient(chain, objective, weight, size, False))
+
+    def _chain(self, network: Network) -> Chain | None:
+        if network not in self._chains:
+            self._chains[network] = find_chain(network)
+        return self._chains[network]
 
     def _chain_gradient(
         self, chain: Chain, objective: Objective, weight: Tensor, size: tuple[int, int], compiled: bool = True

@@ -142,7 +142,7 @@ def test_a_network_that_is_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().gradient(*inputs)
 
     monkeypatch.setattr(update, "Engine", Compiler)
-    found = update.measure_update(TINY.nested(), CPU, rounds=1, draws=0)
+    found = update.measure_update(TINY.no_chain(), CPU, rounds=1, draws=0)
     assert asked[0] == "compiled"
     assert found["programs"] == {"eager": "generic eager", "compiled": "none: it does not compile"}
     assert found["eager_ms"] == found["generic_eager_ms"] > 0
@@ -151,7 +151,7 @@ def test_a_network_that_is_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_programs() -> None:
-    chain, other = (Network(work.model(), work.loss) for work in (RAINBOW, RAINBOW.nested()))
+    chain, other = (Network(work.model(), work.loss) for work in (RAINBOW, RAINBOW.no_chain()))
     cuda = torch.device("cuda")
     assert update.program(chain, "captured", cuda) == "captured chain"
     assert update.program(other, "captured", cuda) == "generic captured"

@@ -12,9 +12,11 @@ from typing import Any
 import oracles
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metaleader as ml
+from metaleader import chain as chain_module
 from metaleader.chain import ChainGradient, Plan, find_chain
 from metaleader.engine import Engine, Mode
 from metaleader.inner import adapt, moving_names
@@ -51,7 +53,9 @@ def pose_net() -> nn.Module:
     return ml.models.pose_net(3, 2, 4, (2, 1), (5,)).double()
 
 
-def work(model: nn.Module, **options: Any) -> tuple[ChainGradient, Objective, Any, Batch, Batch]:
+def work(
+    model: nn.Module, compiled: bool = False, **options: Any
+) -> tuple[ChainGradient, Objective, Any, Batch, Batch]:
     """A chain's gradient, and what to call it with: two replicas with parameters of their own."""
     network = Network(model, ml.losses.cross_entropy)
     chain = find_chain(network)
@@ -63,7 +67,7 @@ def work(model: nn.Module, **options: Any) -> tuple[ChainGradient, Objective, An
     }
     x, y = (2, TASKS, IMAGES, 2, *SIZE), (2, TASKS, IMAGES)
     support, query = (Batch(oracles.normal(name, *x), oracles.labels(name, 3, *y)) for name in ("support", "query"))
-    program = ChainGradient(chain, objective, TorchPasses(Plan(chain.layers, SIZE)), compiled=False)
+    program = ChainGradient(chain, objective, TorchPasses(Plan(chain.layers, SIZE)), compiled)
     return program, objective, params, support, query
 
 
@@ -140,8 +144,8 @@ def test_adapted_parameters_are_those_of_adapt(only: str) -> None:
 @pytest.mark.parametrize("model", ["chain", "no chain"])
 def test_predictions_are_those_of_the_adapted_nets(model: str) -> None:
     """Measured as one program: what each learner's own nets say, with step sizes of their own and batch norm's both."""
-    build = conv_net if model == "chain" else lambda: nn.Sequential(conv_net())
-    rates = {("" if model == "chain" else "0.") + name: rate for name, rate in RATES.items()}
+    build = conv_net if model == "chain" else lambda: nn.Sequential(nn.Identity(), conv_net())
+    rates = {("" if model == "chain" else "1.") + name: rate for name, rate in RATES.items()}
     engine, learners = Engine("eager"), []
     for seed in range(2):
         options: dict[str, Any] = {"support": 2, "query": 2, "seed": seed, "engine": engine}
@@ -297,6 +301,67 @@ def test_the_state_of_another_optimiser_is_refused() -> None:
         other.load_state_dict(adam.state_dict())
 
 
+class Written(nn.Module):
+    """A network as users write them: blocks in a list, activations as functions, a view."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+        self.features = nn.ModuleList([nn.Sequential(*block()[:2]), Inner()])
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.classifier = nn.Linear(4 * 7 * 5, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "choice" and x.sum() > 1e9:
+            return x
+        out = self.features[0](x)
+        if self.kind == "skip":
+            out = out + x.mean()
+        out = self.features[1](F.relu(out))
+        return self.classifier(self.scale * out.view(x.size(0) if self.kind else out.size(0), -1))
+
+
+class Inner(nn.Module):
+    """The second block, with a pass around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.norm(self.conv(x)))
+
+
+def deep() -> nn.Module:
+    """Sequences within sequences, as blocks are often made."""
+    blocks = [nn.Sequential(*block()), nn.Sequential(nn.Conv2d(4, 4, 1), *block()[1:])]
+    return nn.Sequential(nn.Sequential(*blocks), nn.Sequential(nn.Flatten(), nn.Linear(4 * 7 * 5, 3))).double()
+
+
+WRITTEN: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "a class": (lambda: Written().eval(), ["features.0.0.weight"]),
+    "sequences within sequences": (deep, ["0.0.0.weight", "0.1.0.weight"]),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_users_own_network_is_a_chain_too(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it is one: what comes after is the head, which compiles."""
+    quick = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(chain_module, "compile_whole", quick)
+    build, weights = WRITTEN[name]
+    program, objective, params, support, query = work(build(), compiled=compiled)
+    assert [layer.weight for layer in program.chain.layers] == weights
+    _, found = program(params, support, query)
+    for r in range(2):
+        own = {key: value[r] for key, value in params.items()}
+        first = Batch(support.x[r], support.y[r]), Batch(query.x[r], query.y[r])
+        for key, value in objective.gradient(own, *first, None)[1].items():
+            torch.testing.assert_close(found[key][r], value, rtol=1e-8, atol=1e-11, msg=key)
+
+
 def block(groups: int = 1, stride: int | tuple[int, int] = 1) -> list[nn.Module]:
     return [nn.Conv2d(2, 4, 3, stride, groups=groups), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()]
 
@@ -308,7 +373,9 @@ def tied() -> nn.Module:
 
 NO_CHAIN: dict[str, Callable[[], nn.Module]] = {
     "no convolution": lambda: nn.Sequential(nn.Flatten(), nn.Linear(126, 3)),
-    "not a sequence": lambda: nn.Sequential(nn.Sequential(*block()), nn.Flatten(), nn.LazyLinear(3)),
+    "something else first": lambda: nn.Sequential(nn.Identity(), *block(), nn.Flatten(), nn.LazyLinear(3)),
+    "a branch at once": lambda: Written("skip").float(),
+    "a choice by value": lambda: Written("choice").float(),
     "dropout": lambda: nn.Sequential(*block(), nn.Dropout(0.5), nn.Flatten(), nn.LazyLinear(3)),
     "groups": lambda: nn.Sequential(*block(groups=2), nn.Flatten(), nn.LazyLinear(3)),
     "unequal strides": lambda: nn.Sequential(*block(stride=(1, 2)), nn.Flatten(), nn.LazyLinear(3)),

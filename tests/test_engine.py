@@ -8,6 +8,7 @@ import functools
 import logging
 import shutil
 import sysconfig
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,9 @@ def messages(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def conv_net(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """One module deep, so that the engine does not see a chain: those have tests of their own."""
-    return nn.Sequential(ml.models.conv_net(CLASSES, 8, IMAGE[0], filters=4, layers=2)).to(dtype)
+    """Something before it, so that the engine does not see a chain: those have tests of their own."""
+    net = ml.models.conv_net(CLASSES, 8, IMAGE[0], filters=4, layers=2)
+    return nn.Sequential(OrderedDict([("before", nn.Identity()), ("0", net)])).to(dtype)
 
 
 def own_conv(dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:

@@ -14,9 +14,10 @@ from browser import Browser, chromium
 from made_records import SHAPES, made_records, uneven, write_run
 
 from metaleader import report
-from metaleader.charts import Axes, _ticks, chart, common_axes, with_error
+from metaleader.charts import Axes, _ticks, chart, common_axes, legend, with_error
 from metaleader.cli import main
 from metaleader.curves import STYLES, stream_panels
+from metaleader.presets import PRESETS
 from metaleader.report import write_report
 
 TIMES = "method,round,seconds,peak_mb\nftml,0,100,1024\nftml,1,34.5,3072.4\ntoe,0,12,\nscratch,0,soon,\n"
@@ -93,6 +94,14 @@ def browser(tmp_path_factory):
         pytest.skip("chromium is missing")
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
         yield browser
+
+
+def test_every_method_that_presets_know_has_its_marker():
+    """Those that run when named only, too."""
+    methods = list(dict.fromkeys(name for make in PRESETS.values() for name in make("standard").known))
+    text = legend(methods)
+    for method in methods:
+        assert STYLES[method][0] in text
 
 
 def test_the_page_loads_nothing_and_is_well_formed(page):

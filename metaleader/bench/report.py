@@ -26,7 +26,7 @@ MEASUREMENTS: dict[str, Callable[[torch.device, bool], dict[str, Any]]] = {
     "cifar": lambda device, peers: measure_update(CIFAR, device),
     "pose": lambda device, peers: measure_update(POSE, device),
     "plain": lambda device, peers: measure_update(PLAIN, device),
-    "generic": lambda device, peers: measure_update(RAINBOW.nested(), device, compare=True),
+    "generic": lambda device, peers: measure_update(RAINBOW.no_chain(), device, compare=True),
     "tf32": lambda device, peers: measure_tf32(RAINBOW, device),
     "memory": lambda device, peers: measure_memory(RAINBOW, device),
     "buffer": lambda device, peers: measure_buffer(device),

@@ -97,13 +97,13 @@ class Work:
             found.append(learner)
         return found
 
-    def nested(self) -> Work:
-        """The same work for a network that the engine does not take for a chain: a sequence within a sequence."""
-        return replace(self, model=functools.partial(_nest, self.model))
+    def no_chain(self) -> Work:
+        """The same work for a network that the engine does not take for a chain: it begins with something else."""
+        return replace(self, model=functools.partial(_hide, self.model))
 
 
-def _nest(model: Callable[[], nn.Module]) -> nn.Module:
-    return nn.Sequential(model())
+def _hide(model: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Identity(), model())
 
 
 RAINBOW = Work(functools.partial(models.conv_net, 10))
