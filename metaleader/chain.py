@@ -30,7 +30,7 @@ from metaleader.compiled import compile_whole, compiling
 from metaleader.inner import Params, moving_names
 from metaleader.layers import BatchNorm, Conv2d
 from metaleader.network import Network
-from metaleader.objective import Objective
+from metaleader.objective import LOG_LR, Objective, learned_rates, without_rates
 from metaleader.tasks import Batch, ClassBatch
 
 
@@ -313,7 +313,7 @@ class ChainGradient:
         self._moving = moving_names(chain.names, objective.only)
         # Whether the inner loop changes what the convolutions make of the images.
         self._body_moves = bool(self._moving - {*chain.head_names, *chain.silent})
-        self._flat_rates: Tensor | None = None
+        self._fixed_rates: _Rates | None = None
         self._compiled = compiled
         wrap = compile_whole if compiled else (lambda f: f)
         self._prepare, self._step = wrap(self._prepare_images), wrap(self._head_step)
@@ -352,9 +352,9 @@ class ChainGradient:
         support, query = tree_map(lambda leaf: leaf.flatten(0, 1), (support, query))
         flat, head = self._spread(params, tasks)
         path = self._way_through_all if self._body_moves or not self.objective.inner_steps else self._way_through_head
-        losses, lam, lam_head = path(flat, head, self._rates(params), support, query)
         counted = self.objective.inner_steps if self.objective.every_step else 0
-        return self._collect(params, losses, lam, lam_head, num_tasks * max(counted, 1))
+        found = path(flat, head, self._rates(params, tasks), support, query)
+        return self._collect(params, found, num_tasks * max(counted, 1))
 
     def _spread_params(self, params: Params, tasks: int) -> tuple[Tensor, Params]:
         """The convolutions' parameters, flat, and the head's, for each task of each replica."""
@@ -362,19 +362,24 @@ class ChainGradient:
         spread = lambda value: value[:, None].expand(-1, tasks, *value.shape[1:]).contiguous().flatten(0, 1)  # noqa: E731
         return spread(self.plan.flatten(params)), {name: spread(params[name]) for name in self.chain.head_names}
 
-    def _collect_tasks(
-        self, params: Params, losses: Tensor, lam: Tensor, lam_head: Params, number: int
-    ) -> tuple[Tensor, Params]:
+    def _collect_tasks(self, params: Params, found: _Found, number: int) -> tuple[Tensor, Params]:
         """Sums over tasks, divided by the number of losses that they add up."""
         replicas = len(next(iter(params.values())))
         add = lambda value: value.unflatten(0, (replicas, -1)).sum(1) / number  # noqa: E731
-        gradient = self.plan.unflatten(add(lam)) | {name: add(value) for name, value in lam_head.items()}
-        gradient |= {name: torch.zeros_like(params[name]) for name in self.chain.silent}
-        return add(losses), {name: gradient[name].contiguous() for name in params}
+        named = lambda flat, head: (  # noqa: E731
+            self.plan.unflatten(add(flat))
+            | {name: add(value) for name, value in head.items()}
+            | {name: torch.zeros_like(params[name]) for name in self.chain.silent}
+        )
+        gradient = named(found.lam, found.lam_head)
+        if self.objective.learn_lr:
+            along = named(found.along, found.along_head)
+            gradient |= {LOG_LR + name: value.flatten(1).sum(1) for name, value in along.items()}
+        return add(found.losses), {name: gradient[name].contiguous() for name in params}
 
     def _way_through_all(
-        self, flat: Tensor, head: Params, rates: Tensor, support: Batch | ClassBatch, query: Batch | ClassBatch
-    ) -> tuple[Tensor, Tensor, Params]:
+        self, flat: Tensor, head: Params, rates: _Rates, support: Batch | ClassBatch, query: Batch | ClassBatch
+    ) -> _Found:
         """Each task's loss, and its gradient with respect to the convolutions and the head."""
         path: list[_Step] = []
         patches = self._prepare(support.x) if self.objective.inner_steps else flat
@@ -384,20 +389,24 @@ class ChainGradient:
             path.append(_Step(*before, y, saved) if self.keep else _Step(*before))
         asked = self._prepare(query.x)
         losses, lam, lam_head = self._at_query(flat, head, asked, query[1:])
+        along, along_head = _zeros(lam, lam_head)
         while path:
+            after = flat, head
             flat, head, y, saved = path.pop()
+            if self.objective.learn_lr:
+                along, along_head = tree_map(_add_product, (along, along_head), after, (flat, head), (lam, lam_head))
             if not self.objective.first_order:
                 if saved is None or y is None:
                     _, _, y, saved = self._inner_step(flat, head, patches, support[1:], rates)
-                v = lam * rates
+                v = lam * rates.flat
                 y_dot, moved = self.passes.forward_tangent(flat, saved, v)
-                slope_dot, lam_head = self._curve(y, head, support[1:], y_dot, lam_head)
+                slope_dot, lam_head = self._curve(y, head, support[1:], y_dot, lam_head, rates.head)
                 parts = self.passes.backward_tangent(flat, saved, v, moved, slope_dot)
                 lam = self.passes.descend(lam, parts, None)
             if self.objective.every_step and path:
                 own = self._at_query(flat, head, asked, query[1:])
                 losses, lam, lam_head = tree_map(torch.add, (losses, lam, lam_head), own)
-        return losses, lam, lam_head
+        return _Found(losses, lam, lam_head, along, along_head)
 
     def _at_query(self, flat: Tensor, head: Params, patches: Tensor, target: Any) -> tuple[Tensor, Tensor, Params]:
         """Each task's query loss and its gradient, there and then."""
@@ -406,8 +415,8 @@ class ChainGradient:
         return losses, self.passes.backward(flat, saved, slope).sum(1), gradient
 
     def _way_through_head(
-        self, flat: Tensor, head: Params, rates: Tensor, support: Batch | ClassBatch, query: Batch | ClassBatch
-    ) -> tuple[Tensor, Tensor, Params]:
+        self, flat: Tensor, head: Params, rates: _Rates, support: Batch | ClassBatch, query: Batch | ClassBatch
+    ) -> _Found:
         """The same where only the head moves: the convolutions see each image once, whatever the number of steps.
 
         A slope at their output goes back through them linearly, so those of all adjoint steps go as their sum.
@@ -416,14 +425,17 @@ class ChainGradient:
         path: list[Params] = []
         for _ in range(self.objective.inner_steps):
             path.append(head)
-            head = self._step(y, head, support[1:])[1]
+            head = self._step(y, head, support[1:], rates.head)[1]
         asked, saved_asked = self.passes.forward(flat, self._prepare(query.x))
         losses, slope, lam_head = self._query(asked, head, query[1:])
         still, curved = torch.zeros_like(y), torch.zeros_like(y)
+        along, along_head = _zeros(flat, lam_head)
         while path:
-            head = path.pop()
+            after, head = head, path.pop()
+            if self.objective.learn_lr:
+                along_head = tree_map(_add_product, along_head, after, head, lam_head)
             if not self.objective.first_order:
-                slope_dot, lam_head = self._curve(y, head, support[1:], still, lam_head)
+                slope_dot, lam_head = self._curve(y, head, support[1:], still, lam_head, rates.head)
                 curved += slope_dot
             if self.objective.every_step and path:
                 own = self._query(asked, head, query[1:])
@@ -431,7 +443,7 @@ class ChainGradient:
         lam = self.passes.backward(flat, saved_asked, slope).sum(1)
         if not self.objective.first_order:
             lam = self.passes.descend(lam, self.passes.backward(flat, saved, curved), None)
-        return losses, lam, lam_head
+        return _Found(losses, lam, lam_head, along, along_head)
 
     @torch.no_grad()
     def adapted(self, params: Params, data: Batch | ClassBatch, steps: Sequence[int]) -> dict[int, Params]:
@@ -451,35 +463,45 @@ class ChainGradient:
             if s in steps:
                 found[s] = self.plan.unflatten(flat) | head | still
             if s < max(steps) and seen is not None:
-                head = self._step(seen, head, data[1:])[1]
+                head = self._step(seen, head, data[1:], rates.head)[1]
             elif s < max(steps):
                 flat, head, _, _ = self._inner_step(flat, head, patches, data[1:], rates)
         return found
 
     def _inner_step(
-        self, flat: Tensor, head: Params, patches: Tensor, target: Any, rates: Tensor
+        self, flat: Tensor, head: Params, patches: Tensor, target: Any, rates: _Rates
     ) -> tuple[Tensor, Params, Tensor, Any]:
         """Parameters after an inner step, and what its passes left behind."""
         out, saved = self.passes.forward(flat, patches)
-        slope, after = self._step(out, head, target)
+        slope, after = self._step(out, head, target, rates.head)
         parts = self.passes.backward(flat, saved, slope)
-        return self.passes.descend(flat, parts, rates), after, out, saved
+        return self.passes.descend(flat, parts, rates.flat), after, out, saved
 
     def _prepare_images(self, x: Tensor) -> Tensor:
         return self.plan.patches(vmap(self.chain.network.preprocess)(x))
 
-    def _rate(self, name: str) -> float | Tensor:
-        return self.objective.rate(name) if name in self._moving else 0.0
+    def _rate(self, name: str, learned: Params) -> float | Tensor:
+        return 0.0 if name not in self._moving else learned.get(name, self.objective.rate(name))
 
-    def _rates(self, params: Params) -> Tensor:
-        """The step sizes of the flat parameters, (1, total); tensors are looked at anew each time."""
-        if self._flat_rates is not None:
-            return self._flat_rates
-        found = {name: torch.ones_like(value[:1]) * self._rate(name) for name, value in params.items()}
-        flat = self.plan.flatten(found)
-        if not any(isinstance(self._rate(name), Tensor) for name in params):
-            self._flat_rates = flat
-        return flat
+    def _rates(self, params: Params, tasks: int = 1) -> _Rates:
+        """The step sizes; tensors are looked at anew each time."""
+        if self._fixed_rates is not None:
+            return self._fixed_rates
+        learned = {name: rate.repeat_interleave(tasks, 0) for name, rate in learned_rates(params).items()}
+        rows = len(next(iter(learned.values()))) if learned else 1
+
+        def of_tensor(name: str, value: Tensor) -> Tensor:
+            rate = self._rate(name, learned)
+            if isinstance(rate, Tensor):
+                return rate.reshape(-1, *[1] * (value.ndim - 1)).expand(rows, *value.shape[1:])
+            return value.new_full((rows, *value.shape[1:]), rate)
+
+        own = without_rates(params)
+        flat = self.plan.flatten({name: of_tensor(name, value) for name, value in own.items()})
+        rates = _Rates(flat, {name: rate for name, rate in learned.items() if name in self.chain.head_names})
+        if not any(isinstance(self._rate(name, learned), Tensor) for name in own):
+            self._fixed_rates = rates
+        return rates
 
     def _loss(self, y: Tensor, head: Params, target: Any) -> Tensor:
         return self.chain.head_loss(y, head, target, self.plan.sizes[-1])
@@ -489,21 +511,56 @@ class ChainGradient:
         (slope, gradient), losses = vmap(grad_and_value(self._loss, argnums=(0, 1)))(y, head, target)
         return losses, slope, gradient
 
-    def _head_step(self, y: Tensor, head: Params, target: Any) -> tuple[Tensor, Params]:
+    def _head_step(self, y: Tensor, head: Params, target: Any, rates: Params) -> tuple[Tensor, Params]:
         """The slope at the output, and the head after an inner step."""
-        slope, gradient = vmap(grad(self._loss, argnums=(0, 1)))(y, head, target)
-        return slope, {name: value - self._rate(name) * gradient[name] for name, value in head.items()}
 
-    def _head_curve(self, y: Tensor, head: Params, target: Any, y_dot: Tensor, lam: Params) -> tuple[Tensor, Params]:
+        def one(y: Tensor, head: Params, target: Any, rates: Params) -> tuple[Tensor, Params]:
+            slope, gradient = grad(self._loss, argnums=(0, 1))(y, head, target)
+            return slope, {name: value - self._rate(name, rates) * gradient[name] for name, value in head.items()}
+
+        return vmap(one)(y, head, target, rates)
+
+    def _head_curve(
+        self, y: Tensor, head: Params, target: Any, y_dot: Tensor, lam: Params, rates: Params
+    ) -> tuple[Tensor, Params]:
         """The tangent of the slope, and the adjoint step of the head: the gradient of <gradient, direction>."""
 
-        def along(y: Tensor, head: Params, target: Any, y_dot: Tensor, lam: Params) -> Tensor:
+        def along(y: Tensor, head: Params, target: Any, y_dot: Tensor, lam: Params, rates: Params) -> Tensor:
             slope, gradient = grad(self._loss, argnums=(0, 1))(y, head, target)
-            products = [(gradient[n] * lam[n]).sum() * self._rate(n) for n in gradient if n in self._moving]
+            products = [(gradient[n] * lam[n]).sum() * self._rate(n, rates) for n in gradient if n in self._moving]
             return torch.stack([(slope * y_dot).sum(), *products]).sum()
 
-        slope_dot, change = vmap(grad(along, argnums=(0, 1)))(y, head, target, y_dot, lam)
+        slope_dot, change = vmap(grad(along, argnums=(0, 1)))(y, head, target, y_dot, lam, rates)
         return slope_dot, {name: lam[name] - change[name] for name in lam}
+
+
+class _Rates(NamedTuple):
+    """Step sizes: of the flat parameters, (1 or tasks, total), and where they are learned, of the head's, (tasks,)."""
+
+    flat: Tensor
+    head: Params
+
+
+class _Found(NamedTuple):
+    """Of each task: the loss, its gradient, and, where step sizes are learned, the products of moves and lambdas.
+
+    With a step size exp(l), the derivative with respect to l is the sum over inner steps of
+    <theta_{s+1} - theta_s, lambda_{s+1}> over the tensor that it moves.
+    """
+
+    losses: Tensor
+    lam: Tensor
+    lam_head: Params
+    along: Tensor
+    along_head: Params
+
+
+def _add_product(total: Tensor, after: Tensor, before: Tensor, lam: Tensor) -> Tensor:
+    return total + (after - before) * lam
+
+
+def _zeros(flat: Tensor, head: Params) -> tuple[Tensor, Params]:
+    return torch.zeros_like(flat), {name: torch.zeros_like(value) for name, value in head.items()}
 
 
 class _Step(NamedTuple):

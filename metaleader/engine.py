@@ -162,8 +162,7 @@ class Engine:
     def _gradient_program(
         self, objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None
     ) -> Callable[..., tuple[Tensor, Tensor]]:
-        # A chain has no gradient with respect to step sizes.
-        chain = self._chain(objective.network) if noise is None and not objective.learn_lr else None
+        chain = self._chain(objective.network) if noise is None else None
         size = _image_size(objective.network, tree_map(lambda leaf: leaf[0, 0], query.x))
         if chain is not None and size is not None:
             return _Flat(self._chain_gradient(chain, objective, flat, size), objective)
@@ -180,12 +179,12 @@ class Engine:
         params: Params,
         data: Batch | ClassBatch | None,
     ) -> Callable[..., dict[str, Tensor]]:
-        if adaptation is None or adaptation.lr is None or data is None:
+        if adaptation is None or data is None:
             return _Predictions(network, adaptation, steps, None)
         chain, size = self._chain(network), _image_size(network, tree_map(lambda leaf: leaf[0], data.x))
         if chain is None or size is None:
             return _Predictions(network, adaptation, steps, None)
-        objective = Objective(network, adaptation.lr, max(steps), only=adaptation.only)
+        objective = adaptation.objective(network, max(steps))
         weight = next(iter(params.values()))
         return _Predictions(network, adaptation, steps, self._chain_gradient(chain, objective, weight, size, False))
 

@@ -108,6 +108,12 @@ class Adaptation(NamedTuple):
         """The step sizes, of a learner with these parameters."""
         return learned_rates(params) if self.lr is None else self.lr
 
+    def objective(self, network: Network, steps: int) -> Objective:
+        """An objective whose inner loop is this procedure, with so many steps."""
+        if self.lr is None:
+            return Objective(network, inner_steps=steps, only=self.only, learn_lr=True)
+        return Objective(network, self.lr, steps, only=self.only)
+
     def walk(self, loss_fn: LossFn, params: Params, data: Any, steps: int, noise: Tensor | None = None) -> Params:
         """Take gradient steps on one task's data; learned step sizes, among the parameters, stay."""
         own = without_rates(params)

@@ -22,7 +22,7 @@ from metaleader.engine import Engine, Mode
 from metaleader.inner import adapt, moving_names
 from metaleader.learners import predict_together, update_together
 from metaleader.network import Network
-from metaleader.objective import Objective
+from metaleader.objective import LOG_LR, Objective
 from metaleader.passes import TorchPasses
 from metaleader.tasks import Batch
 
@@ -89,6 +89,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "every step counts, last layer": {"every_step": True, "only": "last"},
     "every step counts, there is none": {"every_step": True, "inner_steps": 0},
 }
+LEARNED: dict[str, dict[str, Any]] = {
+    "all layers": {},
+    "last layer": {"only": "last"},
+    "convolutions alone": {"only": "3.*"},
+    "every step counts": {"every_step": True},
+    "every step counts, last layer, chunks": {"every_step": True, "only": "last", "chunk": 2},
+    "more steps than are kept": {"inner_steps": 7},
+    "compiled": {"compiled": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile without generating code; on a GPU, with it."""
+    if request.node.get_closest_marker("gpu") is not None:
+        return
+    quick = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(chain_module, "compile_whole", quick)
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
@@ -113,6 +131,28 @@ def test_gradient_equals_autograd_through_every_step(options: dict[str, Any]) ->
         for name, value in expected.items():
             torch.testing.assert_close(found[name][r], value, rtol=1e-8, atol=1e-11, msg=name)
             assert found[name].is_contiguous(), "a fused optimiser takes no other"
+
+
+@pytest.mark.parametrize("options", LEARNED.values(), ids=LEARNED.keys())
+def test_learned_step_sizes_have_their_gradient(options: dict[str, Any]) -> None:
+    """Each replica with its own; of their logarithms."""
+    program, objective, params, support, query = work(conv_net(), learn_lr=True, **options)
+    moving = sorted(moving_names(program.chain.names, objective.only))
+    sizes = [{name: 0.05 + 0.01 * i + 0.1 * r for i, name in enumerate(moving)} for r in range(2)]
+    logs = {LOG_LR + name: torch.tensor([one[name] for one in sizes], dtype=torch.float64).log() for name in moving}
+    _, found = program(params | logs, support, query)
+    for r in range(2):
+        own = {name: value[r] for name, value in params.items()}
+        first = Batch(support.x[r], support.y[r]), Batch(query.x[r], query.y[r])
+        steps, every = objective.inner_steps, objective.every_step
+        _, gradient, by_size = oracles.unrolled(
+            objective.loss_fn, own, *first, sizes[r], steps, moving, every_step=every
+        )
+        for name, value in gradient.items():
+            torch.testing.assert_close(found[name][r], value, rtol=1e-8, atol=1e-11, msg=name)
+        for name in moving:
+            expected = by_size[name] * sizes[r][name]
+            torch.testing.assert_close(found[LOG_LR + name][r], expected, rtol=1e-8, atol=1e-11, msg=name)
 
 
 @pytest.mark.parametrize("only", [None, "last"])
@@ -141,19 +181,23 @@ def test_adapted_parameters_are_those_of_adapt(only: str) -> None:
                 torch.testing.assert_close(found[steps][name][r], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("model", ["chain", "no chain"])
-def test_predictions_are_those_of_the_adapted_nets(model: str) -> None:
+def test_predictions_are_those_of_the_adapted_nets(model: str, learned: bool) -> None:
     """Measured as one program: what each learner's own nets say, with step sizes of their own and batch norm's both."""
     build = conv_net if model == "chain" else lambda: nn.Sequential(nn.Identity(), conv_net())
     rates = {("" if model == "chain" else "1.") + name: rate for name, rate in RATES.items()}
     engine, learners = Engine("eager"), []
     for seed in range(2):
         options: dict[str, Any] = {"support": 2, "query": 2, "seed": seed, "engine": engine}
-        learners.append(ml.FTML(build, ml.losses.cross_entropy, inner_lr=rates, **options))
+        learners.append(ml.FTML(build, ml.losses.cross_entropy, inner_lr=rates, learn_lr=learned, **options))
         learners[-1].begin("a")
         x = oracles.normal(f"seen {seed}", 7, 2, *SIZE)
         learners[-1].observe(x, oracles.labels(f"seen {seed}", 3, 7), update=False)
     xs = [oracles.normal(f"new {seed}", 5, 2, *SIZE) for seed in range(2)]
+    if learned:
+        for learner in learners:
+            learner.update(2)
     found = predict_together(learners, xs, (2, 0, 3))
     assert found is not None
     assert list(found) == ["2", "0", "3", "task"]
@@ -347,10 +391,8 @@ WRITTEN: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_users_own_network_is_a_chain_too(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_network_is_a_chain_too(name: str, compiled: bool) -> None:
     """As far as it is one: what comes after is the head, which compiles."""
-    quick = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(chain_module, "compile_whole", quick)
     build, weights = WRITTEN[name]
     program, objective, params, support, query = work(build(), compiled=compiled)
     assert [layer.weight for layer in program.chain.layers] == weights
@@ -446,8 +488,10 @@ def compare_passes(model: nn.Module, size: tuple[int, int], make: Any, device: t
         parts = passes.backward(theta, saved, slope)
         y_dot, moved = passes.forward_tangent(theta, saved, direction)
         product = passes.backward_tangent(theta, saved, direction, moved, slope_dot)
-        down = passes.descend(theta, parts, direction[0])
-        return {"y": y, "gradient": parts.sum(1), "y_dot": y_dot, "product": product.sum(1), "descend": down}
+        down = passes.descend(theta, parts, direction[:1])
+        down_each = passes.descend(theta, parts, direction)
+        found = {"y": y, "gradient": parts.sum(1), "y_dot": y_dot, "product": product.sum(1)}
+        return found | {"descend": down, "descend, step sizes of each task": down_each}
 
     found, expected = run(fast, torch.float32), run(slow, torch.float64)
     for name, value in expected.items():
@@ -479,12 +523,13 @@ def test_kernels_on_the_gpu(images: int, cuda: torch.device) -> None:
         compare_passes(model().to(cuda), size, TritonPasses, cuda, images)
 
 
-def learners(engine: Engine, device: torch.device, seeds: int = 2) -> list[ml.Learner]:
+def learners(engine: Engine, device: torch.device, seeds: int, **options: Any) -> list[ml.Learner]:
     found = []
+    options |= {"support": 5, "query": 5, "tasks_per_step": 6}
     for seed in range(seeds):
         model = functools.partial(ml.models.conv_net, 3, 12, 3, filters=16, layers=3)
         loss = functools.partial(ml.losses.cross_entropy, smoothing=0.1)
-        one = ml.FTML(model, loss, support=5, query=5, tasks_per_step=6, seed=seed, device=device, engine=engine)
+        one = ml.FTML(model, loss, seed=seed, device=device, engine=engine, **options)
         for t in range(4):
             one.begin(f"task {t}")
             x = (oracles.normal(f"chain {seed} {t}", 12, 3, 12, 12, dtype=torch.float32) * 255).byte()
@@ -493,18 +538,27 @@ def learners(engine: Engine, device: torch.device, seeds: int = 2) -> list[ml.Le
     return found
 
 
+GPU: dict[str, dict[str, Any]] = {
+    "two learners": {"seeds": 2},
+    "one learner": {"seeds": 1},
+    "last layer": {"seeds": 2, "only": "last"},
+    "learned step sizes": {"seeds": 2, "learn_lr": True, "every_step": True},
+}
+
+
 @pytest.mark.gpu
-def test_gpu_runs_repeat_bit_for_bit_and_agree_with_the_cpu(cuda: torch.device) -> None:
+@pytest.mark.parametrize("options", GPU.values(), ids=GPU.keys())
+def test_gpu_runs_repeat_bit_for_bit_and_agree_with_the_cpu(options: dict[str, Any], cuda: torch.device) -> None:
     runs = []
     modes: list[tuple[Mode, torch.device]] = [("captured", cuda), ("captured", cuda), ("eager", cuda)]
     for mode, device in [*modes, ("eager", torch.device("cpu"))]:
         engine = Engine(mode, device=device)
-        run = learners(engine, device)
+        run = learners(engine, device, **options)
         update_together(run, 4)
         assert engine.mode == mode, "the engine fell back"
         runs.append(run)
     for first, again, eager, slow in zip(*runs, strict=True):
-        for name, value in first.params.items():
-            assert torch.equal(again.params[name], value), name
-            torch.testing.assert_close(eager.params[name], value, rtol=1e-3, atol=2e-4)
-            torch.testing.assert_close(slow.params[name], value.cpu(), rtol=1e-3, atol=2e-4)
+        for name, value in first._outer.params.items():
+            assert torch.equal(again._outer.params[name], value), name
+            torch.testing.assert_close(eager._outer.params[name], value, rtol=1e-3, atol=2e-4)
+            torch.testing.assert_close(slow._outer.params[name], value.cpu(), rtol=1e-3, atol=2e-4)

@@ -213,7 +213,7 @@ def weight_kernel(
 
 
 @triton.jit
-def descend_kernel(BASE, PARTS, RATES, OUT, total, chunks, BLOCK: tl.constexpr, RATED: tl.constexpr):
+def descend_kernel(BASE, PARTS, RATES, OUT, total, chunks, row, BLOCK: tl.constexpr, RATED: tl.constexpr):
     """Parameters less the sum of the parts, times step sizes with RATED."""
     b = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -222,5 +222,5 @@ def descend_kernel(BASE, PARTS, RATES, OUT, total, chunks, BLOCK: tl.constexpr, 
     for part in range(chunks):
         change += tl.load(PARTS + (b * chunks + part) * total + i, mask=ok, other=0.0)
     if RATED:
-        change = change * tl.load(RATES + i, mask=ok, other=0.0)
+        change = change * tl.load(RATES + b * row + i, mask=ok, other=0.0)
     tl.store(OUT + b * total + i, tl.load(BASE + b * total + i, mask=ok, other=0.0) - change, mask=ok)

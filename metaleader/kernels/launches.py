@@ -71,7 +71,9 @@ class TritonPasses:
         out = torch.empty_like(base)
         tasks, chunks, total = parts.shape
         grid = (triton.cdiv(total, 1024), tasks)
-        descend_kernel[grid](base, parts, rates, out, total, chunks, BLOCK=1024, RATED=rates is not None)
+        # One row of step sizes for all tasks, or one for each.
+        row = total if rates is not None and len(rates) > 1 else 0
+        descend_kernel[grid](base, parts, rates, out, total, chunks, row, BLOCK=1024, RATED=rates is not None)
         return out
 
     def _run_forward(
