@@ -166,7 +166,9 @@ class TorchPasses:
             (columns, away, inverse, passed), dot = ahead[i - 1], moved[i - 1]
             above, slope, a, b, mean, along = back[i - 1]
             parts.append(torch.bmm(dot.columns.mT, slope).baddbmm_(columns.mT, slope_dot).flatten(1))
-            both = torch.bmm(slope_dot, plan.weight(flat, i).mT).baddbmm_(slope, plan.weight(v, i).mT)
+            # One product of [slope_dot, slope]: what it gives is large, and is written once.
+            weights = torch.cat([plan.weight(flat, i), plan.weight(v, i)], 2)
+            both = torch.bmm(torch.cat([slope_dot, slope], 2), weights.mT)
             above_dot = self._images(plan, i, both, passed)
             mean_dot = above_dot.mean(1, keepdim=True)
             # mean(above_dot scaled + above scaled_dot), with scaled_dot = inverse (y_dot - mean - scaled along)
