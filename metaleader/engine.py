@@ -196,13 +196,13 @@ class Engine:
     def _chain_gradient(
         self, chain: Chain, objective: Objective, weight: Tensor, size: tuple[int, int], compiled: bool = True
     ) -> ChainGradient:
-        passes = TorchPasses(Plan(chain.layers, size))
+        compiled = compiled and self.mode != "eager"
+        passes = TorchPasses(Plan(chain.layers, size), compiled and not weight.is_cuda)
         if weight.is_cuda and weight.dtype == torch.float32:
             with contextlib.suppress(ImportError):  # Triton comes with torch on Linux only
                 from metaleader.kernels import TritonPasses
 
                 passes = TritonPasses(Plan(chain.layers, size, 16)) if TritonPasses.takes(chain.layers) else passes
-        compiled = compiled and weight.is_cuda and self.mode != "eager"
         return ChainGradient(chain, objective, passes, compiled, _KEPT_STEPS if self.keep_linearisations else 0)
 
 

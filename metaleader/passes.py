@@ -16,31 +16,31 @@ gradient at ReLU's input, and means over the rows of a task:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from metaleader.chain import Plan, windows_of
+from metaleader.chain import Layer, Plan, windows_of
+from metaleader.compiled import compile_whole
 
 
-@dataclass
-class _Saved:
-    """What the passes at one theta leave behind, by layer; entry 0 of what batch norm concerns is unused."""
+class _Ahead(NamedTuple):
+    """What a forward pass leaves behind at a layer; of the first one there are columns only."""
 
-    columns: list[Tensor]
-    away: list[Tensor]
-    inverse: list[Tensor]
-    passed: list[Tensor]
-    above: list[Tensor] = field(default_factory=list)
-    slope: list[Tensor] = field(default_factory=list)
-    factors: list[_Factors] = field(default_factory=list)
+    columns: Tensor
+    away: Tensor
+    inverse: Tensor
+    passed: Tensor
 
 
-class _Factors(NamedTuple):
-    """Of each channel: A and B, and the means of `above` and of `above scaled`."""
+class _Back(NamedTuple):
+    """What a backward pass leaves behind at a layer: `above`, the slope at its output, and of each channel A, B and the
+    means of `above` and of `above scaled`."""
 
+    above: Tensor
+    slope: Tensor
     a: Tensor
     b: Tensor
     mean: Tensor
@@ -57,16 +57,55 @@ class _Moved(NamedTuple):
     f: Tensor
 
 
-class TorchPasses:
-    """The four passes in torch's operations."""
+class _Saved:
+    """What the passes at one theta leave behind, by layer, from the second on; and the patches of the images."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, patches: Tensor, ahead: list[_Ahead]) -> None:
+        self.patches, self.ahead = patches, ahead
+        self.back: list[_Back] = []
+
+
+class TorchPasses:
+    """The four passes in torch's operations.
+
+    Args:
+        plan: where everything is.
+        compiled: whether what lies between the matrix products is fused by torch.compile.
+    """
+
+    def __init__(self, plan: Plan, compiled: bool = False) -> None:
         self.plan = plan
+        self._columns, self._images = (_fused_columns, _fused_images) if compiled else (_columns, _images)
+        wrap = compile_whole if compiled else (lambda f: f)
+        self._ahead, self._back = wrap(self._forward), wrap(self._backward)
+        self._ahead_tangent, self._back_tangent = wrap(self._forward_tangent), wrap(self._backward_tangent)
 
     def forward(self, flat: Tensor, patches: Tensor) -> tuple[Tensor, _Saved]:
         """The last convolution's output, and what the other passes need."""
-        plan, none = self.plan, patches.new_empty(0)
-        saved = _Saved([patches], [none], [none], [none])
+        y, ahead = self._ahead(flat, patches)
+        return y, _Saved(patches, ahead)
+
+    def backward(self, flat: Tensor, saved: _Saved, slope: Tensor) -> Tensor:
+        """The gradient with respect to the flat parameters, given that with respect to the output."""
+        parts, saved.back = self._back(flat, saved.patches, saved.ahead, slope)
+        return parts
+
+    def forward_tangent(self, flat: Tensor, saved: _Saved, v: Tensor) -> tuple[Tensor, list[_Moved]]:
+        """The tangent of `forward` in direction v of the parameters."""
+        return self._ahead_tangent(flat, saved.patches, saved.ahead, saved.back, v)
+
+    def backward_tangent(
+        self, flat: Tensor, saved: _Saved, v: Tensor, moved: list[_Moved], slope_dot: Tensor
+    ) -> Tensor:
+        """The tangent of `backward`: the Hessian times v, given the tangent of the slope at the output."""
+        return self._back_tangent(flat, saved.patches, saved.ahead, saved.back, v, moved, slope_dot)
+
+    def descend(self, base: Tensor, parts: Tensor, rates: Tensor | None) -> Tensor:
+        """Subtract the parts, times step sizes if there are any."""
+        return base - parts[:, 0] if rates is None else torch.addcmul(base, parts[:, 0], rates, value=-1)
+
+    def _forward(self, flat: Tensor, patches: Tensor) -> tuple[Tensor, list[_Ahead]]:
+        plan, saved = self.plan, []
         y = torch.bmm(patches, plan.weight(flat, 0))
         for i, layer in enumerate(plan.layers[1:], 1):
             scale, shift = plan.norm(flat, i)
@@ -74,62 +113,63 @@ class TorchPasses:
             variance = torch.linalg.vector_norm(away, dim=1, keepdim=True).square() / y.shape[1]
             inverse = torch.rsqrt(variance + layer.eps)
             z = torch.addcmul(shift, away, scale * inverse)
-            saved.columns.append(self._columns(z, i, None))
-            saved.away.append(away)
-            saved.inverse.append(inverse)
-            saved.passed.append((z > 0).to(z.dtype))
-            y = torch.bmm(saved.columns[i], plan.weight(flat, i))
+            columns = self._columns(plan, i, z, None)
+            saved.append(_Ahead(columns, away, inverse, (z > 0).to(z.dtype)))
+            y = torch.bmm(columns, plan.weight(flat, i))
         return y, saved
 
-    def backward(self, flat: Tensor, saved: _Saved, slope: Tensor) -> Tensor:
-        """The gradient with respect to the flat parameters, given that with respect to the output."""
-        plan, none = self.plan, slope.new_empty(0)
-        layers = len(plan.layers)
-        saved.slope, saved.above = [slope] * layers, [none] * layers
-        saved.factors = [_Factors(none, none, none, none)] * layers
-        parts: list[Tensor] = []
-        for i in reversed(range(1, layers)):
-            parts.append(torch.bmm(saved.columns[i].mT, slope).flatten(1))
-            above = self._images(torch.bmm(slope, plan.weight(flat, i).mT), i, saved.passed[i])
-            inverse, rows = saved.inverse[i], above.shape[1]
-            mean, along = above.mean(1, keepdim=True), (above * saved.away[i]).mean(1, keepdim=True) * inverse
-            parts.append(torch.cat([along, mean], 2).flatten(1) * rows)
+    def _backward(
+        self, flat: Tensor, patches: Tensor, ahead: list[_Ahead], slope: Tensor
+    ) -> tuple[Tensor, list[_Back]]:
+        plan, saved, parts = self.plan, [], []
+        for i in reversed(range(1, len(plan.layers))):
+            columns, away, inverse, passed = ahead[i - 1]
+            parts.append(torch.bmm(columns.mT, slope).flatten(1))
+            above = self._images(plan, i, torch.bmm(slope, plan.weight(flat, i).mT), passed)
+            mean, along = above.mean(1, keepdim=True), (above * away).mean(1, keepdim=True) * inverse
+            parts.append(torch.cat([along, mean], 2).flatten(1) * above.shape[1])
             a = plan.norm(flat, i)[0] * inverse
             b = -a * inverse * along
-            slope = torch.addcmul(-a * mean, above, a).addcmul_(saved.away[i], b)
-            saved.above[i], saved.slope[i - 1], saved.factors[i] = above, slope, _Factors(a, b, mean, along)
-        parts.append(torch.bmm(saved.columns[0].mT, slope).flatten(1))
-        return torch.cat(parts[::-1], 1)[:, None]
+            saved.append(_Back(above, slope, a, b, mean, along))
+            slope = torch.addcmul(-a * mean, above, a).addcmul_(away, b)
+        parts.append(torch.bmm(patches.mT, slope).flatten(1))
+        return torch.cat(parts[::-1], 1)[:, None], saved[::-1]
 
-    def forward_tangent(self, flat: Tensor, saved: _Saved, v: Tensor) -> tuple[Tensor, list[_Moved]]:
-        """The tangent of `forward` in direction v of the parameters."""
-        plan = self.plan
-        moved: list[_Moved] = []
-        y_dot = torch.bmm(saved.columns[0], plan.weight(v, 0))
+    def _forward_tangent(
+        self, flat: Tensor, patches: Tensor, ahead: list[_Ahead], back: list[_Back], v: Tensor
+    ) -> tuple[Tensor, list[_Moved]]:
+        plan, moved = self.plan, []
+        y_dot = torch.bmm(patches, plan.weight(v, 0))
         for i in range(1, len(plan.layers)):
-            (scale_dot, shift_dot), inverse, away = plan.norm(v, i), saved.inverse[i], saved.away[i]
+            (scale_dot, shift_dot), (columns, away, inverse, passed) = plan.norm(v, i), ahead[i - 1]
             mean, along = y_dot.mean(1, keepdim=True), (y_dot * away).mean(1, keepdim=True) * inverse
-            a = saved.factors[i].a
+            a = back[i - 1].a
             f = inverse * (scale_dot - a * along)
             z_dot = torch.addcmul(shift_dot - a * mean, y_dot, a).addcmul_(away, f)
-            columns = self._columns(z_dot, i, saved.passed[i])
-            moved.append(_Moved(columns, y_dot, mean, along, f))
-            y_dot = torch.bmm(columns, plan.weight(flat, i)).baddbmm_(saved.columns[i], plan.weight(v, i))
+            columns_dot = self._columns(plan, i, z_dot, passed)
+            moved.append(_Moved(columns_dot, y_dot, mean, along, f))
+            y_dot = torch.bmm(columns_dot, plan.weight(flat, i)).baddbmm_(columns, plan.weight(v, i))
         return y_dot, moved
 
-    def backward_tangent(
-        self, flat: Tensor, saved: _Saved, v: Tensor, moved: list[_Moved], slope_dot: Tensor
+    def _backward_tangent(
+        self,
+        flat: Tensor,
+        patches: Tensor,
+        ahead: list[_Ahead],
+        back: list[_Back],
+        v: Tensor,
+        moved: list[_Moved],
+        slope_dot: Tensor,
     ) -> Tensor:
-        """The tangent of `backward`: the Hessian times v, given the tangent of the slope at the output."""
-        plan = self.plan
-        parts: list[Tensor] = []
+        plan, parts = self.plan, []
         for i in reversed(range(1, len(plan.layers))):
-            dot, (a, b, mean, along) = moved[i - 1], saved.factors[i]
-            slope, away, inverse, above = saved.slope[i], saved.away[i], saved.inverse[i], saved.above[i]
-            product = torch.bmm(dot.columns.mT, slope).baddbmm_(saved.columns[i].mT, slope_dot)
-            parts.append(product.flatten(1))
-            both = torch.bmm(slope_dot, plan.weight(flat, i).mT).baddbmm_(slope, plan.weight(v, i).mT)
-            above_dot = self._images(both, i, saved.passed[i])
+            (columns, away, inverse, passed), dot = ahead[i - 1], moved[i - 1]
+            above, slope, a, b, mean, along = back[i - 1]
+            parts.append(torch.bmm(dot.columns.mT, slope).baddbmm_(columns.mT, slope_dot).flatten(1))
+            # One product of [slope_dot, slope]: what it gives is large, and is written once.
+            weights = torch.cat([plan.weight(flat, i), plan.weight(v, i)], 2)
+            both = torch.bmm(torch.cat([slope_dot, slope], 2), weights.mT)
+            above_dot = self._images(plan, i, both, passed)
             mean_dot = above_dot.mean(1, keepdim=True)
             # mean(above_dot scaled + above scaled_dot), with scaled_dot = inverse (y_dot - mean - scaled along)
             around = (above_dot * away).add_(above * dot.y).mean(1, keepdim=True)
@@ -138,33 +178,72 @@ class TorchPasses:
             e = inverse * (a * (inverse * along * dot.along - around) - dot.f * along)
             r = a * (inverse * along * dot.mean - mean_dot) - dot.f * mean
             slope_dot = torch.addcmul(r, above_dot, a).addcmul_(above, dot.f).addcmul_(dot.y, b).addcmul_(away, e)
-        parts.append(torch.bmm(saved.columns[0].mT, slope_dot).flatten(1))
+        parts.append(torch.bmm(patches.mT, slope_dot).flatten(1))
         return torch.cat(parts[::-1], 1)[:, None]
 
-    def descend(self, base: Tensor, parts: Tensor, rates: Tensor | None) -> Tensor:
-        """Subtract the parts, times step sizes if there are any."""
-        return base - parts[:, 0] if rates is None else torch.addcmul(base, parts[:, 0], rates, value=-1)
 
-    def _columns(self, z: Tensor, i: int, passed: Tensor | None) -> Tensor:
-        """Patches of ReLU's output; where it lets through is given for a tangent, and found for z itself."""
-        layer, (high, wide) = self.plan.layers[i], self.plan.sizes[i]
-        pad, z = layer.padding, z.unflatten(1, (-1, high, wide))
-        images = z.new_zeros(*z.shape[:2], high + 2 * pad, wide + 2 * pad, layer.channels)
-        inside = images[:, :, pad : pad + high, pad : pad + wide]
-        if passed is None:
-            torch.clamp_min(z, 0, out=inside)
-        else:
-            torch.mul(z, passed.view(z.shape), out=inside)
-        return windows_of(images, layer)
+def _columns(plan: Plan, i: int, z: Tensor, passed: Tensor | None) -> Tensor:
+    """Patches of ReLU's output; where it lets through is given for a tangent, and found for z itself."""
+    layer, (high, wide) = plan.layers[i], plan.sizes[i]
+    pad, z = layer.padding, z.unflatten(1, (-1, high, wide))
+    images = z.new_zeros(*z.shape[:2], high + 2 * pad, wide + 2 * pad, layer.channels)
+    inside = images[:, :, pad : pad + high, pad : pad + wide]
+    if passed is None:
+        torch.clamp_min(z, 0, out=inside)
+    else:
+        torch.mul(z, passed.view(z.shape), out=inside)
+    return windows_of(images, layer)
 
-    def _images(self, columns: Tensor, i: int, passed: Tensor) -> Tensor:
-        """The transpose of `_columns`: what the patches of a layer's input add up to, (tasks, rows, channels)."""
-        layer, (high, wide), (out_high, out_wide) = self.plan.layers[i], self.plan.sizes[i], self.plan.sizes[i + 1]
-        k, s, pad = layer.kernel, layer.stride, layer.padding
-        taps = columns.unflatten(2, (k, k, layer.channels)).unflatten(1, (-1, out_high, out_wide))
-        out = columns.new_zeros(*taps.shape[:2], high + 2 * pad, wide + 2 * pad, layer.channels)
-        for y in range(k):
-            for x in range(k):
-                out[:, :, y : y + s * out_high : s, x : x + s * out_wide : s] += taps[:, :, :, :, y, x]
-        inside = out[:, :, pad : pad + high, pad : pad + wide]
-        return (inside * passed.view(inside.shape)).flatten(1, 3)
+
+def _images(plan: Plan, i: int, columns: Tensor, passed: Tensor) -> Tensor:
+    """The transpose of `_columns`: what the patches of a layer's input add up to, (tasks, rows, channels)."""
+    layer, (high, wide), (out_high, out_wide) = plan.layers[i], plan.sizes[i], plan.sizes[i + 1]
+    s, pad, taps = layer.stride, layer.padding, _taps(plan, i, columns)
+    out = columns.new_zeros(*taps.shape[:2], high + 2 * pad, wide + 2 * pad, layer.channels)
+    for y in range(layer.kernel):
+        for x in range(layer.kernel):
+            out[:, :, y : y + s * out_high : s, x : x + s * out_wide : s] += taps[:, :, :, :, y, x]
+    inside = out[:, :, pad : pad + high, pad : pad + wide]
+    return (inside * passed.view(inside.shape)).flatten(1, 3)
+
+
+def _taps(plan: Plan, i: int, columns: Tensor) -> Tensor:
+    """Patches as (tasks, images, height, width, kernel, kernel, channels)."""
+    layer = plan.layers[i]
+    return columns.unflatten(2, (layer.kernel, layer.kernel, layer.channels)).unflatten(1, (-1, *plan.sizes[i + 1]))
+
+
+# The same two for a compiler: nothing is written in place, and indices are plain sums of loop variables.
+
+
+def _fused_columns(plan: Plan, i: int, z: Tensor, passed: Tensor | None) -> Tensor:
+    layer, (out_high, out_wide) = plan.layers[i], plan.sizes[i + 1]
+    k, s, pad = layer.kernel, layer.stride, layer.padding
+    z = torch.relu(z) if passed is None else z * passed
+    images = F.pad(z.unflatten(1, (-1, *plan.sizes[i])), (0, 0, pad, pad, pad, pad))
+    down = [slice(y, y + s * (out_high - 1) + 1, s) for y in range(k)]
+    across = [slice(x, x + s * (out_wide - 1) + 1, s) for x in range(k)]
+    return torch.cat([images[:, :, rows, columns] for rows in down for columns in across], 4).flatten(1, 3)
+
+
+def _fused_images(plan: Plan, i: int, columns: Tensor, passed: Tensor) -> Tensor:
+    layer, (high, wide) = plan.layers[i], plan.sizes[i]
+    s, pad, taps = layer.stride, layer.padding, _taps(plan, i, columns)
+    # Pixels as far from a multiple of the stride see the same taps.
+    classes = [_class_of_pixels(layer, taps, y, x, (high + 2 * pad, wide + 2 * pad)) for y in range(s) for x in range(s)]
+    out = torch.stack(classes, 4).unflatten(4, (s, s)).permute(0, 1, 2, 4, 3, 5, 6).flatten(4, 5).flatten(2, 3)
+    inside = out[:, :, pad : pad + high, pad : pad + wide]
+    return (inside * passed.view(inside.shape)).flatten(1, 3)
+
+
+def _class_of_pixels(layer: Layer, taps: Tensor, first: int, second: int, size: tuple[int, int]) -> Tensor:
+    """What the patches add up to at every stride-th pixel of padded images, from one pixel on."""
+    k, s, (out_high, out_wide) = layer.kernel, layer.stride, taps.shape[2:4]
+    high, wide = -(-size[0] // s), -(-size[1] // s)
+    total = taps.new_zeros(*taps.shape[:2], high, wide, layer.channels)
+    for y in range(first, k, s):
+        for x in range(second, k, s):
+            above, left = y // s, x // s
+            around = (0, 0, left, wide - out_wide - left, above, high - out_high - above)
+            total = total + F.pad(taps[:, :, :, :, y, x], around)
+    return total
