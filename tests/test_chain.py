@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metaleader as ml
-from metaleader import chain as chain_module
 from metaleader.chain import ChainGradient, Plan, find_chain
+from metaleader.chain import gradient as gradient_module
 from metaleader.engine import Engine, Mode
 from metaleader.inner import adapt, moving_names
 from metaleader.learners import predict_together, update_together
@@ -106,7 +106,7 @@ def _quick_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     if request.node.get_closest_marker("gpu") is not None:
         return
     quick = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(chain_module, "compile_whole", quick)
+    monkeypatch.setattr(gradient_module, "compile_whole", quick)
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())

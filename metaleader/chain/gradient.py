@@ -1,268 +1,23 @@
-"""A network seen as a chain: convolutions with batch norm and ReLU between them, then a head that may be anything.
-
-For such a network the meta-gradient needs no automatic differentiation through the convolutions. With flat parameters
-theta and the loss L(theta) of one task, an inner step is a forward and a backward pass, and the adjoint step
-
-    lambda_s = lambda_{s+1} - H(theta_s) v,    v = D lambda_{s+1},    D the diagonal of step sizes,
-
-is the tangent of these two passes in direction v, by the same three products of a convolution (forward, gradient of
-its input, gradient of its weight). What the passes of an inner step left behind is kept for it. The head, from the
-last batch norm on, is differentiated by torch: one task's loss and gradient, and the gradient of an inner product,
-vmapped over tasks.
-
-Images are held as (tasks, rows, channels), a row for each pixel of each image: channels come last.
-"""
+"""The gradient of an update of a chain: passes through the convolutions, and the head by torch between them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch.func import functional_call, grad, grad_and_value, vmap
+from torch import Tensor
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from metaleader.chain.division import Chain
+from metaleader.chain.head import Head
+from metaleader.chain.plan import Plan
 from metaleader.compiled import compile_whole, compiling
-from metaleader.inner import Params, moving_names
-from metaleader.layers import BatchNorm, Conv2d
-from metaleader.network import Network
+from metaleader.inner import Params
 from metaleader.objective import LOG_LR, Objective, learned_rates, without_rates
 from metaleader.tasks import Batch, ClassBatch
-
-
-class Layer(NamedTuple):
-    """A convolution of a chain, with the batch norm before it (of its input; the first layer has none)."""
-
-    weight: str
-    norm: str | None
-    eps: float
-    channels: int
-    filters: int
-    kernel: int
-    stride: int
-    padding: int
-
-
-@dataclass(frozen=True)
-class Chain:
-    """A network divided into convolutions and a head.
-
-    Attributes:
-        layers: the convolutions.
-        head: the rest, from the last convolution's batch norm on; its parameters keep their names.
-        silent: parameters without effect: the biases of convolutions, which batch norm takes out again.
-    """
-
-    network: Network
-    layers: tuple[Layer, ...]
-    head: nn.Module
-    silent: tuple[str, ...]
-
-    @property
-    def names(self) -> list[str]:
-        """All parameters of the network."""
-        return [name for name, _ in self.network.module.named_parameters()]
-
-    @property
-    def head_names(self) -> list[str]:
-        """The parameters of the head."""
-        return [name for name, _ in self.head.named_parameters()]
-
-    def head_loss(self, y: Tensor, params: Params, target: Any, size: tuple[int, int]) -> Tensor:
-        """The loss of one task, given the last convolution's output (rows, filters) for images of a size.
-
-        The target is the batch without its images: targets, and for a `ClassBatch` the task's classes.
-        """
-        # As a convolution gives them: a user's `view` takes no other.
-        images = y.view(-1, *size, y.shape[-1]).permute(0, 3, 1, 2).contiguous()
-        state = params | {f"{name}.classes": target[1] for name in self.network.choosers if len(target) > 1}
-        return self.network.mean_loss(functional_call(self.head, state, (images,)), target[0])
-
-
-def find_chain(network: Network) -> Chain | None:
-    """Divide a network whose images go through a plain convolution, batch norm and ReLU first, however it is written.
-
-    Its forward is traced with torch.fx as far as it holds convolutions; what cannot be traced is no chain.
-    """
-    module = network.module
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    if network.has_dropout or len(names) != len(dict(module.named_parameters())):
-        return None
-    graph = _trace(module)
-    layers: list[Layer] = []
-    silent: list[str] = []
-    norm: tuple[str, BatchNorm] | None = None
-    last: fx.Node | None = None
-    node = _only_input(graph) if graph is not None else None
-    while node is not None and (block := _block_after(node, module)) is not None:
-        last, (name, conv), (norm_name, after), node = block
-        filters, channels, kernel, _ = conv.weight.shape
-        before = (norm[0], norm[1].eps) if norm else (None, 0.0)
-        layers.append(Layer(f"{name}.weight", *before, channels, filters, kernel, conv.stride[0], conv.padding[0]))
-        silent += [f"{name}.bias"] if conv.bias is not None else []
-        norm = norm_name, after
-    if last is None or graph is None:
-        return None
-    return Chain(network, tuple(layers), _rest(module, graph, last), tuple(silent))
-
-
-class _Tracer(fx.Tracer):
-    """Goes into modules that hold convolutions, and no others."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Conv2d) or not any(isinstance(part, Conv2d) for part in m.modules())
-
-
-def _trace(module: nn.Module) -> fx.Graph | None:
-    """The graph of a module's forward; None with hooks, with a layer that is called twice, and where tracing fails."""
-    tracer = _Tracer()
-    if any(not tracer.is_leaf_module(part, "") and _has_hooks(part) for part in module.modules()):
-        return None
-    try:
-        graph = tracer.trace(module)
-    except Exception:  # whatever a user's forward raises when it is shown no numbers
-        return None
-    called = [node.target for node in graph.nodes if node.op == "call_module"]
-    return graph if len(called) == len(set(called)) else None
-
-
-def _only_input(graph: fx.Graph) -> fx.Node | None:
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    return inputs[0] if len(inputs) == 1 else None
-
-
-def _block_after(
-    node: fx.Node, module: nn.Module
-) -> tuple[fx.Node, tuple[str, Conv2d], tuple[str, BatchNorm], fx.Node] | None:
-    """A convolution, batch norm and ReLU that a node's output goes through: its node, the two layers, ReLU's node."""
-    path = [node]
-    while len(path) < 4:
-        users = list(path[-1].users)
-        if len(users) != 1 or users[0].args != (path[-1],) or users[0].kwargs.keys() - {"inplace"}:
-            return None
-        path += users
-    parts = [module.get_submodule(str(at.target)) if at.op == "call_module" else None for at in path[1:]]
-    conv, norm, relu = parts
-    if type(conv) is not Conv2d or type(norm) is not BatchNorm or norm.weight is None or norm.bias is None:
-        return None
-    if type(relu) is not nn.ReLU and (path[3].op, path[3].target) not in _RELU_CALLS:
-        return None
-    square = all(len(set(pair)) == 1 for pair in (conv.stride, conv.padding, conv.weight.shape[2:]))
-    if not square or any(part is not None and _has_hooks(part) for part in parts):
-        return None
-    return path[1], (str(path[1].target), conv), (str(path[2].target), norm), path[3]
-
-
-_RELU_CALLS = {("call_function", F.relu), ("call_function", torch.relu), ("call_method", "relu")}
-
-
-def _rest(module: nn.Module, graph: fx.Graph, last: fx.Node) -> nn.Module:
-    """What a module does with the output of a convolution; parameters keep their names."""
-    first = _only_input(graph)
-    assert first is not None
-    with graph.inserting_after(first):
-        given = graph.placeholder("features")
-    last.replace_all_uses_with(given)
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node.op != "output" and node is not given:
-            graph.erase_node(node)
-    graph.lint()
-    return fx.GraphModule(module, graph)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
-class Plan:
-    """Where everything is in the flat parameters of a chain's convolutions, and the sizes of its images.
-
-    The first layer sees patches of the images, so its weight is that of a 1x1 convolution.
-
-    Args:
-        layers: the convolutions.
-        size: (height, width) of the images.
-        multiple: the inputs of the first layer are padded with zeros to a multiple of this.
-
-    Attributes:
-        sizes: (height, width) of every layer's input, then of the last one's output.
-        starts: for each layer, where its weight begins; its batch norm's scale and shift come before it.
-        total: the number of flat parameters a task.
-        largest: the numbers in the patches of an image, at the layer where they are most.
-    """
-
-    def __init__(self, layers: tuple[Layer, ...], size: tuple[int, int], multiple: int = 1) -> None:
-        self.layers = layers
-        self.sizes = [size]
-        self.inputs: list[int] = []
-        self.starts: list[int] = []
-        at = 0
-        for i, layer in enumerate(layers):
-            high, wide = self.sizes[-1]
-            reach = 2 * layer.padding - layer.kernel
-            self.sizes.append(((high + reach) // layer.stride + 1, (wide + reach) // layer.stride + 1))
-            width = layer.kernel**2 * layer.channels
-            self.inputs.append(-(-width // multiple) * multiple if i == 0 else width)
-            at += 2 * layer.channels if i else 0
-            self.starts.append(at)
-            at += self.inputs[-1] * layer.filters
-        self.total = at
-        outputs = (high * wide for high, wide in self.sizes[1:])
-        self.largest = max(inputs * output for inputs, output in zip(self.inputs, outputs, strict=True))
-
-    def weight(self, flat: Tensor, i: int) -> Tensor:
-        """The weight of layer i, (tasks, inputs, filters), as a view of the flat parameters."""
-        stop = self.starts[i] + self.inputs[i] * self.layers[i].filters
-        return flat[:, self.starts[i] : stop].unflatten(1, (self.inputs[i], self.layers[i].filters))
-
-    def norm(self, flat: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        """Scale and shift of the batch norm before layer i, (tasks, 1, channels) each."""
-        channels, stop = self.layers[i].channels, self.starts[i]
-        return flat[:, None, stop - 2 * channels : stop - channels], flat[:, None, stop - channels : stop]
-
-    def flatten(self, params: Params) -> Tensor:
-        """The convolutions' parameters, (tasks, ...) each, as flat ones."""
-        parts = []
-        for i, layer in enumerate(self.layers):
-            if layer.norm:
-                parts += [params[f"{layer.norm}.weight"], params[f"{layer.norm}.bias"]]
-            weight = params[layer.weight].permute(0, 3, 4, 2, 1).flatten(1, 3)
-            parts.append(F.pad(weight, (0, 0, 0, self.inputs[i] - weight.shape[1])).flatten(1))
-        return torch.cat(parts, 1)
-
-    def unflatten(self, flat: Tensor) -> Params:
-        """The inverse of `flatten`."""
-        params = {}
-        for i, layer in enumerate(self.layers):
-            if layer.norm:
-                scale, shift = self.norm(flat, i)
-                params |= {f"{layer.norm}.weight": scale[:, 0], f"{layer.norm}.bias": shift[:, 0]}
-            weight = self.weight(flat, i)[:, : layer.kernel**2 * layer.channels]
-            window = (layer.kernel, layer.kernel, layer.channels)
-            params[layer.weight] = weight.unflatten(1, window).permute(0, 4, 3, 1, 2)
-        return params
-
-    def patches(self, images: Tensor) -> Tensor:
-        """What the first layer sees of images (tasks, images, channels, height, width): (tasks, rows, inputs)."""
-        layer = self.layers[0]
-        columns = columns_of(images.permute(0, 1, 3, 4, 2), layer)
-        return F.pad(columns, (0, self.inputs[0] - columns.shape[2]))
-
-
-def columns_of(images: Tensor, layer: Layer) -> Tensor:
-    """Patches (tasks, rows, kernel * kernel * channels) of images (tasks, images, height, width, channels)."""
-    pad = layer.padding
-    return windows_of(F.pad(images, (0, 0, pad, pad, pad, pad)), layer)
-
-
-def windows_of(images: Tensor, layer: Layer) -> Tensor:
-    """The same of images that are padded already."""
-    windows = images.unfold(2, layer.kernel, layer.stride).unfold(3, layer.kernel, layer.stride)
-    return windows.permute(0, 1, 2, 3, 5, 6, 4).flatten(4).flatten(1, 3)
 
 
 class Passes(Protocol):
@@ -311,14 +66,14 @@ class ChainGradient:
     def __init__(self, chain: Chain, objective: Objective, passes: Passes, compiled: bool, keep: int = 5) -> None:
         self.chain, self.objective, self.passes, self.plan = chain, objective, passes, passes.plan
         self.keep = objective.inner_steps <= keep
-        self._moving = moving_names(chain.names, objective.only)
+        self.head = Head(chain, objective, self.plan.sizes[-1])
         # Whether the inner loop changes what the convolutions make of the images.
-        self._body_moves = bool(self._moving - {*chain.head_names, *chain.silent})
+        self._body_moves = bool(self.head.moving - {*chain.head_names, *chain.silent})
         self._fixed_rates: _Rates | None = None
         self._compiled = compiled
         wrap = compile_whole if compiled else (lambda f: f)
-        self._prepare, self._step = wrap(self._prepare_images), wrap(self._head_step)
-        self._query, self._curve = wrap(self._head_gradient), wrap(self._head_curve)
+        self._prepare, self._step = wrap(self._prepare_images), wrap(self.head.step)
+        self._query, self._curve = wrap(self.head.gradient), wrap(self.head.curve)
         self._spread, self._collect = wrap(self._spread_params), wrap(self._collect_tasks)
 
     @torch.no_grad()
@@ -486,9 +241,6 @@ class ChainGradient:
     def _prepare_images(self, x: Tensor) -> Tensor:
         return self.plan.patches(vmap(self.chain.network.preprocess)(x))
 
-    def _rate(self, name: str, learned: Params) -> float | Tensor:
-        return 0.0 if name not in self._moving else learned.get(name, self.objective.rate(name))
-
     def _rates(self, params: Params, tasks: int = 1) -> _Rates:
         """The step sizes; tensors are looked at anew each time."""
         if self._fixed_rates is not None:
@@ -497,7 +249,7 @@ class ChainGradient:
         rows = len(next(iter(learned.values()))) if learned else 1
 
         def of_tensor(name: str, value: Tensor) -> Tensor:
-            rate = self._rate(name, learned)
+            rate = self.head.rate(name, learned)
             if isinstance(rate, Tensor):
                 return rate.reshape(-1, *[1] * (value.ndim - 1)).expand(rows, *value.shape[1:])
             return value.new_full((rows, *value.shape[1:]), rate)
@@ -505,39 +257,9 @@ class ChainGradient:
         own = without_rates(params)
         flat = self.plan.flatten({name: of_tensor(name, value) for name, value in own.items()})
         rates = _Rates(flat, {name: rate for name, rate in learned.items() if name in self.chain.head_names})
-        if not any(isinstance(self._rate(name, learned), Tensor) for name in own):
+        if not any(isinstance(self.head.rate(name, learned), Tensor) for name in own):
             self._fixed_rates = rates
         return rates
-
-    def _loss(self, y: Tensor, head: Params, target: Any) -> Tensor:
-        return self.chain.head_loss(y, head, target, self.plan.sizes[-1])
-
-    def _head_gradient(self, y: Tensor, head: Params, target: Any) -> tuple[Tensor, Tensor, Params]:
-        """Each task's loss and its gradient with respect to the last convolution's output and the head."""
-        (slope, gradient), losses = vmap(grad_and_value(self._loss, argnums=(0, 1)))(y, head, target)
-        return losses, slope, gradient
-
-    def _head_step(self, y: Tensor, head: Params, target: Any, rates: Params) -> tuple[Tensor, Params]:
-        """The slope at the output, and the head after an inner step."""
-
-        def one(y: Tensor, head: Params, target: Any, rates: Params) -> tuple[Tensor, Params]:
-            slope, gradient = grad(self._loss, argnums=(0, 1))(y, head, target)
-            return slope, {name: value - self._rate(name, rates) * gradient[name] for name, value in head.items()}
-
-        return vmap(one)(y, head, target, rates)
-
-    def _head_curve(
-        self, y: Tensor, head: Params, target: Any, y_dot: Tensor, lam: Params, rates: Params
-    ) -> tuple[Tensor, Params]:
-        """The tangent of the slope, and the adjoint step of the head: the gradient of <gradient, direction>."""
-
-        def along(y: Tensor, head: Params, target: Any, y_dot: Tensor, lam: Params, rates: Params) -> Tensor:
-            slope, gradient = grad(self._loss, argnums=(0, 1))(y, head, target)
-            products = [(gradient[n] * lam[n]).sum() * self._rate(n, rates) for n in gradient if n in self._moving]
-            return torch.stack([(slope * y_dot).sum(), *products]).sum()
-
-        slope_dot, change = vmap(grad(along, argnums=(0, 1)))(y, head, target, y_dot, lam, rates)
-        return slope_dot, {name: lam[name] - change[name] for name in lam}
 
 
 class _Rates(NamedTuple):
