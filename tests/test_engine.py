@@ -164,6 +164,30 @@ def test_side_by_side_equals_alone(kind: Any) -> None:
     assert_same(updated("eager", 3, kind=kind), updated("eager", 3, together=False, kind=kind), 1e-10)
 
 
+OUTER: dict[str, dict[str, Any]] = {
+    "momentum, clipped, with a schedule": {"optimizer": "sgd", "clip": 0.05, "meta_lr": [(0, 0.1), (2, 0.01)]},
+    "an optimiser of the user's": {"optimizer": torch.optim.RMSprop},
+}
+
+
+@pytest.mark.parametrize("options", OUTER.values(), ids=OUTER.keys())
+def test_outer_steps_side_by_side_equal_those_alone(options: dict[str, Any]) -> None:
+    found, alone = updated("eager", 2, model=mlp, **options), updated("eager", 2, together=False, model=mlp, **options)
+    for learners in (found, alone):
+        update_together(learners[:1])
+        update_together(learners[1:])
+    assert_same(found, alone, 1e-10)
+
+
+def test_learners_with_schedules_of_their_own_side_by_side() -> None:
+    rates = (0.01, 0.03)
+    alone, both = ([learner(Engine("eager"), mlp, meta_lr=rate) for rate in rates] for _ in range(2))
+    for one in alone:
+        one.update(4)
+    update_together(both, 4)
+    assert_same(both, alone, 1e-10)
+
+
 def test_side_by_side_in_float32_and_with_dropout() -> None:
     options: dict[str, Any] = {"model": functools.partial(dropout_net, torch.float32)}
     assert_same(updated("eager", 3, **options), updated("eager", 3, together=False, **options), 1e-4)

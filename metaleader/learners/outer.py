@@ -34,6 +34,7 @@ class Outer:
     Attributes:
         params: changed in place.
         flat: all of them in one tensor; None with a user's optimiser.
+        clip: the largest norm of a gradient, or None.
         step: updates made.
     """
 
@@ -51,12 +52,12 @@ class Outer:
         self.params = params
         self._set_views()
         self.step = 0
-        self._clip = clip
+        self.clip = clip
         self._schedule = _checked_schedule(meta_lr)
         # The update that the schedule counts from; a learner that starts anew moves it.
         self._schedule_start = 0
         self._make = _OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-        self._optimizer = self._new_optimizer()
+        self._optimizer = self.new_optimizer(self._tensors())
 
     def _set_views(self) -> None:
         if self.flat is not None:
@@ -67,21 +68,26 @@ class Outer:
         self.__dict__.update(state)
         self._set_views()
 
-    @staticmethod
-    def together(outers: Sequence[Outer]) -> Tensor:
-        """The parameters of several, flat, with a leading dimension; of one, a view."""
-        flats = [outer._form.flat(outer.params) if outer.flat is None else outer.flat for outer in outers]
-        return flats[0][None] if len(flats) == 1 else torch.stack(flats)
+    def flattened(self) -> Tensor:
+        """The parameters, flat."""
+        return self._form.flat(self.params) if self.flat is None else self.flat
 
     def lr(self, number: int) -> float:
         """The step size of an update."""
         return next(lr for start, lr in reversed(self._schedule) if start <= number - self._schedule_start)
 
+    @property
+    def schedule(self) -> tuple[list[tuple[int, float]], int]:
+        """Pairs of (from update, step size), and the update that they count from."""
+        return self._schedule, self._schedule_start
+
+    def clipped(self, gradient: Tensor, norm: Tensor) -> Tensor:
+        """A gradient of known norm, scaled down where it is too long."""
+        return gradient if self.clip is None else gradient * torch.clamp(self.clip / (norm + 1e-12), max=1.0)
+
     def descend(self, gradient: Tensor, norm: Tensor, number: int) -> None:
         """Take one step down a flat gradient of known norm; `step` is counted by the caller, once for many updates."""
-        if self._clip is not None:
-            gradient = gradient * torch.clamp(self._clip / (norm + 1e-12), max=1.0)
-        tensors = self._tensors()
+        gradient, tensors = self.clipped(gradient, norm), self._tensors()
         gradients = self._form.named(gradient).values() if self.flat is None else [gradient]
         for tensor, value in zip(tensors, gradients, strict=True):
             tensor.grad = value
@@ -95,14 +101,25 @@ class Outer:
         """Begin anew from other parameters, the optimiser and its schedule too."""
         for name, value in self.params.items():
             value.copy_(params[name].detach())
-        self._optimizer = self._new_optimizer()
+        self._optimizer = self.new_optimizer(self._tensors())
         self._schedule_start = self.step
 
     def _tensors(self) -> list[Tensor]:
         return list(self.params.values()) if self.flat is None else [self.flat]
 
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        return self._make(self._tensors(), lr=self._schedule[0][1])
+    def new_optimizer(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
+        """An optimiser of this kind, for other tensors."""
+        return self._make(tensors, lr=self._schedule[0][1])
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """What the optimiser knows of the flat parameters; empty before the first step."""
+        assert self.flat is not None
+        return dict(self._optimizer.state.get(self.flat, {}))
+
+    def set_optimizer_state(self, state: dict[str, Tensor]) -> None:
+        """Let the optimiser of the flat parameters go on from a state, which is copied."""
+        assert self.flat is not None
+        self._optimizer.state[self.flat] = {name: value.clone() for name, value in state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything, as a tree of tensors and plain values."""
@@ -135,7 +152,7 @@ class Outer:
                 raise ValueError("the state is of another optimiser, or of an earlier version; start the learner anew")
         for name, value in self.params.items():
             value.copy_(state["params"][name])
-        self._optimizer = self._new_optimizer()
+        self._optimizer = self.new_optimizer(self._tensors())
         whole = self._optimizer.state_dict()
         whole["state"] = {int(i): copy.deepcopy(values) for i, values in state["optimizer"]["state"].items()}
         for group, saved in zip(whole["param_groups"], state["optimizer"]["groups"], strict=True):

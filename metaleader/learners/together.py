@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from metaleader.buffer import Draw
-from metaleader.learners.outer import Outer
+from metaleader.learners.joint import Apart, Joint, outer_steps
 from metaleader.learners.start import check_integer
 from metaleader.tasks import ClassBatch, Tree, shapes
 
@@ -38,16 +38,18 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
     draws = [learner._draw(numbers) if numbers else None for learner in learners]
     if any(draw is None for draw in draws):
         return
-    before = [learner._outer.state_dict() for learner in learners]
+    outer = outer_steps([learner._outer for learner in learners])
     try:
-        _run_updates(learners, numbers, [draw for draw in draws if draw is not None])
+        _run_updates(learners, outer, numbers, [draw for draw in draws if draw is not None])
     except BaseException:
-        for learner, state in zip(learners, before, strict=True):
-            learner._outer.load_state_dict(state)
+        outer.undo()
         raise
+    outer.end()
+    for learner in learners:
+        learner._outer.step = numbers.stop
 
 
-def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Draw]) -> None:
+def _run_updates(learners: Sequence[Learner], outer: Joint | Apart, numbers: range, draws: Sequence[Draw]) -> None:
     lead = learners[0]
     noises = [learner._noise(numbers, lead.tasks_per_step) for learner in learners]
     watched: list[Tensor] = []
@@ -58,14 +60,10 @@ def _run_updates(learners: Sequence[Learner], numbers: range, draws: Sequence[Dr
             pairs = [learner._gather(draw.at(part)) for learner, draw in zip(learners, draws, strict=True)]
             batches = _apart([_stack(list(trees)) for trees in zip(*pairs, strict=True)])
         noise = None if noises[0] is None else torch.stack([noise[i] for noise in noises if noise is not None])
-        flat = Outer.together([learner._outer for learner in learners])
         support, query = batches[i % _GATHERED]
-        found, gradients = lead._engine.flat_gradient(lead._objective, flat, support, query, noise)
-        for r, learner in enumerate(learners):
-            learner._outer.descend(gradients[r], found[1, r], number)
+        found, gradients = lead._engine.flat_gradient(lead._objective, outer.flat, support, query, noise)
+        outer.descend(gradients, found[1], number)
         watched.append(found)
-    for learner in learners:
-        learner._outer.step = numbers.stop
     # The one point where the host waits for the device.
     finite = torch.isfinite(torch.stack(watched)).all(1).cpu()
     if not bool(finite.all()):
@@ -94,7 +92,7 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
     sizes = {str(shapes(pair)) for pair in zip(data, xs, strict=True)}
     if len(kinds) > 1 or len(sizes) > 1:
         return None
-    params = lead._objective.form.named(Outer.together([learner._outer for learner in learners]))
+    params = lead._objective.form.named(torch.stack([learner._outer.flattened() for learner in learners]))
     classes = [learner._classes() for learner in learners]
     chosen = None if classes[0] is None else _stack(classes)
     seen = _stack(data)
