@@ -6,10 +6,7 @@ same and a program takes seconds. A few tests go all the way through Inductor.
 
 import functools
 import logging
-import shutil
-import sysconfig
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import oracles
@@ -42,15 +39,6 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile without generating code."""
     compiler = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(compiled_module, "compile_whole", compiler)
-
-
-@pytest.fixture
-def inductor() -> None:
-    """Code for the CPU needs a C++ compiler and Python's headers."""
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is missing: torch.compile cannot be used on the CPU")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        pytest.skip("Python.h is missing: torch.compile cannot be used on the CPU")
 
 
 @pytest.fixture(autouse=True)
