@@ -26,12 +26,14 @@ from metaleader.network import Network
 from metaleader.objective import Adaptation, Objective
 from metaleader.passes import TorchPasses
 from metaleader.precision import exact_convolutions
+from metaleader.proof import agrees
 from metaleader.tasks import Batch, ClassBatch
 
 Mode = Literal["auto", "eager", "compiled", "captured"]
 
 _log = logging.getLogger("metaleader")
-# Below these numbers of planned updates, compiling takes longer than it saves.
+# Below these numbers of planned updates, compiling takes longer than it saves. On the CPU, Rainbow's program takes 40 s
+# to compile and saves that in a few hundred updates; smaller networks save less, and other shapes compile again.
 _WORTH_COMPILING = {"cpu": 3000, "cuda": 300}
 # Programs that are held; each size of D_t has one of its own.
 _PROGRAMS = 256
@@ -44,8 +46,7 @@ class Engine:
 
     Args:
         mode: "eager"; "compiled" with torch.compile; "captured", compiled and replayed as a CUDA graph; or "auto": the
-            fastest that pays for the planned number of updates. A chain of convolutions on the CPU has nothing to gain
-            from compiling, and runs eagerly in every mode.
+            fastest that pays for the planned number of updates.
         planned_updates: what "auto" decides by.
         keep_linearisations: False computes each inner step's activations anew for its adjoint step: slower, but memory
             no longer grows with them.
@@ -162,8 +163,9 @@ class Engine:
     def _gradient_program(
         self, objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None
     ) -> Callable[..., tuple[Tensor, Tensor]]:
-        chain = self._chain(objective.network) if noise is None else None
         size = _image_size(objective.network, tree_map(lambda leaf: leaf[0, 0], query.x))
+        own = tree_map(lambda leaf: leaf[0], query)
+        chain = self._chain(objective.network, own, size) if noise is None else None
         if chain is not None and size is not None:
             return _Flat(self._chain_gradient(chain, objective, flat, size), objective)
         if self.mode == "eager":
@@ -181,16 +183,20 @@ class Engine:
     ) -> Callable[..., dict[str, Tensor]]:
         if adaptation is None or data is None:
             return _Predictions(network, adaptation, steps, None)
-        chain, size = self._chain(network), _image_size(network, tree_map(lambda leaf: leaf[0], data.x))
+        size = _image_size(network, tree_map(lambda leaf: leaf[0], data.x))
+        chain = self._chain(network, data, size)
         if chain is None or size is None:
             return _Predictions(network, adaptation, steps, None)
         objective = adaptation.objective(network, max(steps))
         weight = next(iter(params.values()))
         return _Predictions(network, adaptation, steps, self._chain_gradient(chain, objective, weight, size, False))
 
-    def _chain(self, network: Network) -> Chain | None:
+    def _chain(self, network: Network, batch: Batch | ClassBatch, size: tuple[int, int] | None) -> Chain | None:
+        """The network as a chain, if it is one; a batch of it, (tasks, rows, ...), has shown so."""
         if network not in self._chains:
-            self._chains[network] = find_chain(network)
+            chain = find_chain(network) if size is not None else None
+            trusted = chain is not None and size is not None and agrees(chain, batch, size)
+            self._chains[network] = chain if trusted else None
         return self._chains[network]
 
     def _chain_gradient(

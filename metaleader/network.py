@@ -248,6 +248,7 @@ class _Door:
         return output[0] if self.single else output
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CHANNEL_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
@@ -268,7 +269,9 @@ def _functional_copy(module: nn.Module) -> nn.Module:
     tracked = []
     replaced: dict[nn.Module, nn.Module] = {}
     for name, part in list(module.named_modules()):
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+        if part._forward_hooks or part._forward_pre_hooks:
+            continue
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and type(part) in _BATCH_NORMS:
             if part.track_running_stats:
                 tracked.append(name)
             replaced[part] = BatchNorm(part)

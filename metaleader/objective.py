@@ -58,6 +58,11 @@ class Objective:
             for name, value in moving.items()
         }
 
+    def key(self) -> tuple[Any, ...]:
+        """What it is apart from the network, as a value that can be compared."""
+        procedure = Adaptation(self.inner_lr, self.inner_steps, self.only).key()
+        return procedure, self.first_order, self.chunk, self.every_step, self.learn_lr
+
     def rate(self, name: str) -> float | Tensor:
         """The step size of a parameter that moves."""
         rate = self.inner_lr[name] if isinstance(self.inner_lr, Mapping) else self.inner_lr

@@ -36,8 +36,10 @@ class _Ahead(NamedTuple):
 
 
 class _Back(NamedTuple):
-    """What a backward pass leaves behind at a layer: `above`, the slope at its output, and of each channel A, B and the
-    means of `above` and of `above scaled`."""
+    """What a backward pass leaves behind at a layer.
+
+    `above`, the slope at its output, and of each channel A, B and the means of `above` and of `above scaled`.
+    """
 
     above: Tensor
     slope: Tensor
@@ -230,7 +232,9 @@ def _fused_images(plan: Plan, i: int, columns: Tensor, passed: Tensor) -> Tensor
     layer, (high, wide) = plan.layers[i], plan.sizes[i]
     s, pad, taps = layer.stride, layer.padding, _taps(plan, i, columns)
     # Pixels as far from a multiple of the stride see the same taps.
-    classes = [_class_of_pixels(layer, taps, y, x, (high + 2 * pad, wide + 2 * pad)) for y in range(s) for x in range(s)]
+    classes = [
+        _class_of_pixels(layer, taps, y, x, (high + 2 * pad, wide + 2 * pad)) for y in range(s) for x in range(s)
+    ]
     out = torch.stack(classes, 4).unflatten(4, (s, s)).permute(0, 1, 2, 4, 3, 5, 6).flatten(4, 5).flatten(2, 3)
     inside = out[:, :, pad : pad + high, pad : pad + wide]
     return (inside * passed.view(inside.shape)).flatten(1, 3)

@@ -1,7 +1,10 @@
 """Settings of all tests: seeds, hypothesis, and no skips where METALEADER_NO_SKIPS=1 forbids them."""
 
 import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -22,6 +25,15 @@ def _seed() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture
+def inductor() -> None:
+    """Code for the CPU needs a C++ compiler and Python's headers."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is missing: torch.compile cannot be used on the CPU")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        pytest.skip("Python.h is missing: torch.compile cannot be used on the CPU")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metaleader as ml
+from metaleader import passes as passes_module
 from metaleader.chain import ChainGradient, Plan, find_chain
 from metaleader.chain import gradient as gradient_module
+from metaleader.compiled import compile_whole
 from metaleader.engine import Engine, Mode
 from metaleader.inner import adapt, moving_names
 from metaleader.learners import predict_together, update_together
@@ -53,6 +55,14 @@ def pose_net() -> nn.Module:
     return ml.models.pose_net(3, 2, 4, (2, 1), (5,)).double()
 
 
+def small_net() -> nn.Module:
+    blocks = [
+        [nn.Conv2d(n, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()]
+        for n in (2, 4)
+    ]
+    return nn.Sequential(*blocks[0], *blocks[1], nn.Flatten(), nn.Linear(24, 3)).double()
+
+
 def work(
     model: nn.Module, compiled: bool = False, **options: Any
 ) -> tuple[ChainGradient, Objective, Any, Batch, Batch]:
@@ -67,7 +77,7 @@ def work(
     }
     x, y = (2, TASKS, IMAGES, 2, *SIZE), (2, TASKS, IMAGES)
     support, query = (Batch(oracles.normal(name, *x), oracles.labels(name, 3, *y)) for name in ("support", "query"))
-    program = ChainGradient(chain, objective, TorchPasses(Plan(chain.layers, SIZE)), compiled)
+    program = ChainGradient(chain, objective, TorchPasses(Plan(chain.layers, SIZE), compiled), compiled)
     return program, objective, params, support, query
 
 
@@ -106,13 +116,82 @@ def _quick_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     if request.node.get_closest_marker("gpu") is not None:
         return
     quick = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(gradient_module, "compile_whole", quick)
+    for module in (gradient_module, passes_module):
+        monkeypatch.setattr(module, "compile_whole", quick)
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_gradient_equals_autograd_through_every_step(options: dict[str, Any]) -> None:
-    options = dict(options)
-    program, objective, params, support, query = work(options.pop("model", conv_net)(), **options)
+    compare_with_autograd(**options)
+
+
+# What torch's compiler itself warns of.
+compiling = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*", "ignore:.*lru_cache.*:UserWarning")
+
+
+@compiling
+@pytest.mark.parametrize("name", ["all layers", "soft-argmax"])
+def test_compiled_gradient_equals_autograd(name: str) -> None:
+    compare_with_autograd(compiled=True, **VARIANTS[name])
+
+
+@compiling
+def test_inductor_gradient_equals_autograd(inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between two convolutions, with odd sizes, a stride and a padding; the head as it is, to be quick."""
+    monkeypatch.setattr(gradient_module, "compile_whole", lambda function: function)
+    monkeypatch.setattr(passes_module, "compile_whole", compile_whole)
+    compare_with_autograd(small_net, compiled=True, inner_steps=2)
+    torch.compiler.reset()
+
+
+@compiling
+@pytest.mark.parametrize(("tasks", "sizes"), [(6, {3}), (5, {3, 2}), (2, {2})])
+def test_compiled_tasks_go_in_even_chunks(tasks: int, sizes: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for three, six make two chunks of one size, and five leave a rest."""
+    monkeypatch.setattr(gradient_module, "compile_whole", lambda function: function)
+    monkeypatch.setattr(passes_module, "compile_whole", lambda function: function)
+    program, _, params, support, query = work(conv_net(), compiled=True)
+    monkeypatch.setitem(gradient_module._CPU_NUMBERS, True, 3 * 2 * IMAGES * program.plan.largest)
+    more = lambda batch: Batch(*(torch.cat([leaf, leaf], 1)[:, :tasks] for leaf in batch))  # noqa: E731
+    seen: set[int] = set()
+    forward = program.passes.forward
+
+    def watched(flat: Tensor, patches: Tensor) -> Any:
+        seen.add(len(flat) // 2)
+        return forward(flat, patches)
+
+    monkeypatch.setattr(program.passes, "forward", watched)
+    _, found = program(params, more(support), more(query))
+    assert seen == sizes
+    _, expected = work(conv_net())[0](params, more(support), more(query))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@compiling
+def test_without_a_compiler_a_chain_goes_on_eagerly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_compiler(function: Any) -> Any:
+        def fail(*inputs: Any) -> Any:
+            raise RuntimeError("no C++ compiler")
+
+        return fail
+
+    monkeypatch.setattr(passes_module, "compile_whole", no_compiler)
+    monkeypatch.setattr(gradient_module, "compile_whole", lambda function: function)
+    _, objective, params, support, query = work(conv_net())
+    engine = Engine("compiled")
+    _, found = engine.gradient(objective, params, support, query, None)
+    assert engine.mode == "eager"
+    assert "the network does not compile, going on eagerly: no C++ compiler" in caplog.text
+    _, expected = Engine("eager").gradient(objective, params, support, query, None)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def compare_with_autograd(model: Callable[[], nn.Module] = conv_net, compiled: bool = False, **options: Any) -> None:
+    program, objective, params, support, query = work(model(), compiled, **options)
     losses, found = program(params, support, query)
     moving = moving_names(program.chain.names, objective.only)
     for r in range(2):

@@ -6,11 +6,8 @@ same and a program takes seconds. A few tests go all the way through Inductor.
 
 import functools
 import logging
-import shutil
-import sysconfig
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import oracles
@@ -43,15 +40,6 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile without generating code."""
     compiler = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(compiled_module, "compile_whole", compiler)
-
-
-@pytest.fixture
-def inductor() -> None:
-    """Code for the CPU needs a C++ compiler and Python's headers."""
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is missing: torch.compile cannot be used on the CPU")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        pytest.skip("Python.h is missing: torch.compile cannot be used on the CPU")
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +174,22 @@ def test_learners_with_schedules_of_their_own_side_by_side() -> None:
         one.update(4)
     update_together(both, 4)
     assert_same(both, alone, 1e-10)
+
+
+@pytest.mark.parametrize("options", [{"inner_lr": 0.1}, {"inner_steps": 1}, {"only": "last"}, {"first_order": True}])
+def test_learners_that_differ_in_their_inner_loop_are_refused(options: dict[str, Any]) -> None:
+    engine = Engine("eager")
+    with pytest.raises(ValueError, match="must have the same inner loop"):
+        update_together([learner(engine, mlp), learner(engine, mlp, **options)], 1)
+
+
+def test_optimisers_of_two_kinds_side_by_side() -> None:
+    alone, both = ([learner(Engine("eager"), mlp, optimizer=kind) for kind in ("sgd", "adam")] for _ in range(2))
+    for one in alone:
+        one.update(4)
+    update_together(both, 4)
+    assert_same(both, alone, 1e-10)
+    both[1].update(1)
 
 
 def test_side_by_side_in_float32_and_with_dropout() -> None:

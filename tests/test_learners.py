@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 import metaleader as ml
 from metaleader.checks.trees import differences, snapshot
+from metaleader.learners.outer import Outer
 from metaleader.tasks import rng
 
 Params = dict[str, Tensor]
@@ -659,3 +660,28 @@ def test_a_users_own_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     stream = [ml.Task("a", train=ml.Batch(x, y), test=ml.Batch(xt, yt)), ml.Task("b", ml.Batch(xt, yt), ml.Batch(x, y))]
     records = list(ml.play(learner, stream, reveal=20))
     assert [(record.task, record.datapoints) for record in records] == [("a", 20), ("b", 20), ("b", 30)]
+
+
+def test_an_interrupt_while_results_are_written_leaves_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = learned()
+    before = {name: value.clone() for name, value in learner.params.items()}
+    step = learner.step
+
+    def interrupted(self: Any, state: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Outer, "set_optimizer_state", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            learner.update(1)
+    assert learner.step == step
+    assert all(torch.equal(learner.params[name], value) for name, value in before.items())
+    learner.update(1)
+    assert learner.step == step + 1
+
+
+def test_an_optimiser_may_keep_states_of_any_shape() -> None:
+    learner = learned(optimizer=torch.optim.Adafactor)
+    learner.update(2)
+    learner.load_state_dict(learner.state_dict())
+    learner.update(1)

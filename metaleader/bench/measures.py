@@ -38,7 +38,7 @@ def measure_tf32(work: Work, device: torch.device, draws: int = 5) -> dict[str, 
     objective = _objective(work, device)
     with tf32(True):
         errors = measure_errors(work, Engine("eager", device=device), objective, device, draws)
-    return {"program": program(objective.network, "eager", device), **errors}
+    return {"program": program(objective.network, "eager"), **errors}
 
 
 def measure_memory(work: Work, device: torch.device, few: int = 2, many: int = 20) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def measure_stream(
         "tasks": tasks,
         "reveals": len(measured) - once,
         "meta_steps": meta_steps,
-        "program": program(Network(work.model(), work.loss), engine.mode, device),
+        "program": program(Network(work.model(), work.loss), engine.mode),
         "first_reveal_s": observed[0] - began[0],
         "first_task_s": measured[once - 1] - started,
         "total_s": total,
@@ -181,4 +181,4 @@ def first_update(device: str) -> None:
     place = torch.device(device)
     engine = Engine(fast_mode(place), device=place)
     update_together(RAINBOW.learners(engine, place), 1)
-    print(program(Network(RAINBOW.model(), RAINBOW.loss), engine.mode, place), time.time())
+    print(program(Network(RAINBOW.model(), RAINBOW.loss), engine.mode), time.time())

@@ -39,17 +39,15 @@ def measure_update(
         draws: independent draws that the error is taken of.
 
     Returns:
-        A time for each program, such as `chain_ms`, and under the names of the engine's modes: `eager_ms` and, of its
-        fastest mode on the device, `compiled_ms`. `programs` says which program a mode runs; where two modes run the
-        same, it is timed once.
+        A time for each program, such as `eager_chain_ms`, and under the names of the engine's modes: `eager_ms` and, of
+        its fastest mode on the device, `compiled_ms`. `programs` says which program a mode runs.
     """
     rounds = rounds or (3 if device.type == "cuda" or peers else 5)
     inputs = work.inputs(device)
     modes: dict[str, Mode] = {"eager": "eager", "compiled": fast_mode(device)}
     network = Network(work.model(), work.loss)
-    programs = {name: program(network, mode, device) for name, mode in modes.items()}
-    # Where both modes run one program, that of "eager": the same, without a compiler to load.
-    engines = {programs[name]: Engine(modes[name], device=device) for name in ("compiled", "eager")}
+    programs = {name: program(network, mode) for name, mode in modes.items()}
+    engines = {programs[name]: Engine(mode, device=device) for name, mode in modes.items()}
     fast = engines[programs["compiled"]]
     learners = work.learners(fast, device)
     objective = learners[0]._objective
@@ -60,7 +58,7 @@ def measure_update(
         "programs": programs,
         "first_gradient_s": seconds(functools.partial(fast.gradient, objective, *inputs, None), device),
     }
-    if fast.mode == "eager" and programs["compiled"] != programs["eager"]:
+    if fast.mode == "eager":
         del engines[programs["compiled"]]
         programs["compiled"] = "none: it does not compile"
     functions: dict[str, Callable[[], Any]] = {
@@ -100,11 +98,9 @@ def fast_mode(device: torch.device) -> Mode:
     return "captured" if device.type == "cuda" else "compiled"
 
 
-def program(network: Network, mode: Mode, device: torch.device) -> str:
-    """What the engine runs for a network in a mode: a chain, on the CPU the same in every mode, or the generic path."""
-    if find_chain(network) is None:
-        return f"generic {mode}"
-    return "chain" if device.type == "cpu" else f"{mode} chain"
+def program(network: Network, mode: Mode) -> str:
+    """What the engine runs for a network in a mode: a chain, or the generic path."""
+    return f"generic {mode}" if find_chain(network) is None else f"{mode} chain"
 
 
 def _key(name: str) -> str:

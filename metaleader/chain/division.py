@@ -35,7 +35,8 @@ class Chain:
     Attributes:
         layers: the convolutions.
         head: the rest, from the last convolution's batch norm on; its parameters keep their names.
-        silent: parameters without effect: the biases of convolutions, which batch norm takes out again.
+        silent: parameters without effect: the biases of convolutions, which batch norm takes out again, and what
+            forward does not use.
     """
 
     network: Network
@@ -67,7 +68,8 @@ class Chain:
 def find_chain(network: Network) -> Chain | None:
     """Divide a network whose images go through a plain convolution, batch norm and ReLU first, however it is written.
 
-    Its forward is traced with torch.fx as far as it holds convolutions; what cannot be traced is no chain.
+    Its forward is traced with torch.fx as far as it holds convolutions; what cannot be traced is no chain. What comes
+    of it is not to be trusted before it was compared with the network (`proof`).
     """
     module = network.module
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -88,7 +90,14 @@ def find_chain(network: Network) -> Chain | None:
         norm = norm_name, after
     if last is None or graph is None:
         return None
-    return Chain(network, tuple(layers), _rest(module, graph, last), tuple(silent))
+    head = _rest(module, graph, last)
+    of_head = {name for name, _ in head.named_parameters()}
+    norms = {f"{layer.norm}.{kind}" for layer in layers if layer.norm for kind in ("weight", "bias")}
+    taken = norms | {layer.weight for layer in layers}
+    if of_head & (taken | set(silent)):
+        return None
+    silent += [name for name in names if name not in taken | of_head | set(silent)]
+    return Chain(network, tuple(layers), head, tuple(silent))
 
 
 class _Tracer(fx.Tracer):
@@ -99,8 +108,14 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(module: nn.Module) -> fx.Graph | None:
-    """The graph of a module's forward; None with hooks, with a layer that is called twice, and where tracing fails."""
+    """The graph of a module's forward, or None.
+
+    There is none with hooks, a layer that is called twice, a call for what it changes in place, a forward of the
+    instance's own (which is not the one that would be traced), and where tracing fails.
+    """
     tracer = _Tracer()
+    if "forward" in vars(module):
+        return None
     if any(not tracer.is_leaf_module(part, "") and _has_hooks(part) for part in module.modules()):
         return None
     try:
@@ -108,7 +123,8 @@ def _trace(module: nn.Module) -> fx.Graph | None:
     except Exception:  # whatever a user's forward raises when it is shown no numbers
         return None
     called = [node.target for node in graph.nodes if node.op == "call_module"]
-    return graph if len(called) == len(set(called)) else None
+    unused = [node for node in graph.nodes if not node.users and node.op not in ("placeholder", "output")]
+    return graph if len(called) == len(set(called)) and not unused else None
 
 
 def _only_input(graph: fx.Graph) -> fx.Node | None:

@@ -135,7 +135,7 @@ class ChainGradient:
         gradient = named(found.lam, found.lam_head)
         if self.objective.learn_lr:
             along = named(found.along, found.along_head)
-            gradient |= {LOG_LR + name: value.flatten(1).sum(1) for name, value in along.items()}
+            gradient |= {LOG_LR + name: value.reshape(len(value), -1).sum(1) for name, value in along.items()}
         return add(found.losses), {name: gradient[name].contiguous() for name in params}
 
     def _way_through_all(

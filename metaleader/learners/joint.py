@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from metaleader.learners.outer import Outer
 
 def outer_steps(outers: Sequence[Outer]) -> Joint | Apart:
     """As one where that is the same: with an optimiser of the library's, which goes element by element."""
-    alike = {(str(outer.schedule), outer.step, outer.clip, outer.flat is None) for outer in outers}
+    alike = {(outer.kind, str(outer.schedule), outer.step, outer.clip, outer.flat is None) for outer in outers}
     return Joint(outers) if len(alike) == 1 and outers[0].flat is not None else Apart(outers)
 
 
@@ -44,13 +45,19 @@ class Joint:
         self._optimizer.step()
         self.flat.grad = None
 
-    def end(self) -> None:
-        """Give the learners what is theirs."""
+    def end(self, step: int) -> None:
+        """Give the learners what is theirs, all of it or nothing."""
         joined = self._optimizer.state[self.flat]
-        for r, outer in enumerate(self._outers):
-            assert outer.flat is not None
-            outer.flat.copy_(self.flat[r])
-            outer.set_optimizer_state({name: (value[r] if value.ndim else value) for name, value in joined.items()})
+        before = [outer.state_dict() for outer in self._outers]
+        try:
+            for r, outer in enumerate(self._outers):
+                assert outer.flat is not None
+                outer.flat.copy_(self.flat[r])
+                outer.set_optimizer_state({name: value[r] if value.ndim else value for name, value in joined.items()})
+                outer.step = step
+        except BaseException:
+            _restore(self._outers, before)
+            raise
 
     def undo(self) -> None:
         """The learners are as they were."""
@@ -73,10 +80,16 @@ class Apart:
         for r, outer in enumerate(self._outers):
             outer.descend(gradients[r], norms[r], number)
 
-    def end(self) -> None:
-        """All is done."""
+    def end(self, step: int) -> None:
+        """Count the updates."""
+        for outer in self._outers:
+            outer.step = step
 
     def undo(self) -> None:
         """Go back to where the updates began."""
-        for outer, state in zip(self._outers, self._before, strict=True):
-            outer.load_state_dict(state)
+        _restore(self._outers, self._before)
+
+
+def _restore(outers: Sequence[Outer], states: Sequence[dict[str, Any]]) -> None:
+    for outer, state in zip(outers, states, strict=True):
+        outer.load_state_dict(state)

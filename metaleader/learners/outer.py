@@ -35,6 +35,7 @@ class Outer:
         params: changed in place.
         flat: all of them in one tensor; None with a user's optimiser.
         clip: the largest norm of a gradient, or None.
+        kind: the function that makes the optimiser.
         step: updates made.
     """
 
@@ -56,7 +57,7 @@ class Outer:
         self._schedule = _checked_schedule(meta_lr)
         # The update that the schedule counts from; a learner that starts anew moves it.
         self._schedule_start = 0
-        self._make = _OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        self.kind = _OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
         self._optimizer = self.new_optimizer(self._tensors())
 
     def _set_views(self) -> None:
@@ -109,7 +110,7 @@ class Outer:
 
     def new_optimizer(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
         """An optimiser of this kind, for other tensors."""
-        return self._make(tensors, lr=self._schedule[0][1])
+        return self.kind(tensors, lr=self._schedule[0][1])
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """What the optimiser knows of the flat parameters; empty before the first step."""
@@ -146,7 +147,8 @@ class Outer:
         """Continue from a state."""
         _check_params(state["params"], self.params)
         shapes = dict(enumerate(tensor.shape for tensor in self._tensors()))
-        for i, values in state["optimizer"]["state"].items():
+        # A user's optimiser may keep what it likes.
+        for i, values in state["optimizer"]["state"].items() if self.flat is not None else ():
             kept = [value.shape for value in values.values() if isinstance(value, Tensor) and value.ndim > 0]
             if any(shape != shapes.get(int(i)) for shape in kept):
                 raise ValueError("the state is of another optimiser, or of an earlier version; start the learner anew")

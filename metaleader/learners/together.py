@@ -35,6 +35,8 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
     numbers = range(lead.step, lead.step + num)
     if any(learner.step != lead.step or type(learner) is not type(lead) for learner in learners):
         raise ValueError("learners side by side must be of one kind and have made the same number of updates")
+    if len({learner._objective.key() for learner in learners}) > 1:
+        raise ValueError("learners side by side must have the same inner loop (inner_lr, inner_steps, only, ...)")
     draws = [learner._draw(numbers) if numbers else None for learner in learners]
     if any(draw is None for draw in draws):
         return
@@ -44,9 +46,7 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
     except BaseException:
         outer.undo()
         raise
-    outer.end()
-    for learner in learners:
-        learner._outer.step = numbers.stop
+    outer.end(numbers.stop)
 
 
 def _run_updates(learners: Sequence[Learner], outer: Joint | Apart, numbers: range, draws: Sequence[Draw]) -> None:

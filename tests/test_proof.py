@@ -1,0 +1,136 @@
+"""Networks that tracing misreads: whatever they do, an engine's gradient is that of the network."""
+
+from collections.abc import Callable
+from typing import Any
+
+import oracles
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import metaleader as ml
+from metaleader.chain import find_chain
+from metaleader.engine import Engine
+from metaleader.learners import predict_together
+from metaleader.network import Network
+from metaleader.objective import Objective
+from metaleader.tasks import Batch
+
+
+class Net(nn.Module):
+    """One block and a dense layer; the kinds below change what happens to the features."""
+
+    def __init__(self, features: Callable[["Net", Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3, track_running_stats=False)
+        self.fc, self.spare = nn.Linear(3, 3), nn.Linear(2, 2)
+        self.features = features or (lambda net, x: x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.features(self, torch.relu(self.norm(self.conv(x)))).mean((2, 3)))
+
+
+class Reversed(torch.autograd.Function):
+    """A backward of its own."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Tensor:
+        return -slopes[0]
+
+
+def in_place(net: Net, x: Tensor) -> Tensor:
+    x = x - 0.3
+    x.relu_()
+    return x
+
+
+def without_gradient(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return 2 * x
+
+
+def by_type(net: Net, x: Tensor) -> Tensor:
+    return 3 * x if torch.is_tensor(x) else x
+
+
+def own_forward() -> nn.Module:
+    net = Net()
+    net.forward = lambda x: net.fc(F.relu(net.norm(net.conv(x))).amax((2, 3)))  # pyright: ignore
+    return net
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "a parameter without use": Net,
+    "a call for what it changes in place": lambda: Net(in_place),
+    "the head reads a convolution's weight": lambda: Net(lambda net, x: x * net.conv.weight.mean()),
+    "the head reads a convolution's bias": lambda: Net(lambda net, x: x * net.conv.bias.sum()),  # pyright: ignore
+    "no gradient there": lambda: Net(without_gradient),
+    "a backward of its own": lambda: Net(lambda net, x: Reversed.apply(x)),  # pyright: ignore
+    "a branch by type": lambda: Net(by_type),
+    "parameters past torch": lambda: Net(
+        lambda net, x: x * sum(p.sum() for p in net.fc._parameters.values() if p is not None)
+    ),
+    "a forward of the instance's": own_forward,
+}
+
+
+@pytest.mark.parametrize("build", NETS.values(), ids=NETS.keys())
+@pytest.mark.parametrize("learn_lr", [False, True])
+def test_the_gradient_is_the_networks(build: Callable[[], nn.Module], learn_lr: bool) -> None:
+    network = Network(build().double(), ml.losses.cross_entropy)
+    objective = Objective(network, 0.3, 2, learn_lr=learn_lr)
+    x, y = oracles.normal("x", 2, 3, 4, 2, 5, 6), oracles.labels("y", 3, 2, 3, 4)
+    params = {
+        name: torch.stack([value, value + 0.1 * torch.cos(value + 1)]) for name, value in objective.params().items()
+    }
+    losses, found = Engine("eager").gradient(objective, params, Batch(x, y), Batch(x.flip(1), y.flip(1)), None)
+    for r in range(2):
+        own = {name: value[r] for name, value in params.items()}
+        batches = Batch(x[r], y[r]), Batch(x.flip(1)[r], y.flip(1)[r])
+        loss, expected = objective.gradient(own, *batches, None)
+        torch.testing.assert_close(losses[r], loss, rtol=1e-9, atol=1e-12)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name][r], value, rtol=1e-8, atol=1e-11, msg=name)
+
+
+def test_what_is_not_misread_is_a_chain() -> None:
+    """The nets above differ from one that is."""
+    assert find_chain(Network(Net(lambda net, x: 2 * x), ml.losses.cross_entropy)) is not None
+
+
+def test_predictions_do_not_trust_it_either() -> None:
+    """They come first for a learner that does not learn yet."""
+    learner = ml.FTL(lambda: Net(by_type).double(), ml.losses.cross_entropy, inner_lr=0.3)
+    learner.begin("first")
+    x = oracles.normal("x", 6, 2, 5, 6)
+    learner.observe(x, oracles.labels("y", 3, 6))
+    found = predict_together([learner], [x], (2,))
+    assert found is not None
+    torch.testing.assert_close(found["2"][0], learner.adapt(2, "batch")(x).detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["hook", "subclass"])
+def test_layers_that_are_not_torchs_own_stay(kind: str) -> None:
+    class Doubled(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    conv = nn.Conv2d(2, 3, 3)
+    norm = (Doubled if kind == "subclass" else nn.BatchNorm2d)(3, track_running_stats=False)
+    if kind == "hook":
+        conv.register_forward_hook(lambda module, args, out: out * out)
+        norm.register_forward_hook(lambda module, args, out: -out)
+    net = nn.Sequential(conv, norm, nn.ReLU(), nn.Flatten(), nn.Linear(3 * 3 * 4, 2)).double()
+    network, x = Network(net, ml.losses.cross_entropy), oracles.normal("x", 4, 2, 5, 6)
+    torch.testing.assert_close(network.predict(network.params(), x), net(x).detach(), rtol=1e-9, atol=1e-12)
