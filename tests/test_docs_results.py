@@ -318,3 +318,34 @@ def test_fewer_tasks_are_the_first_of_more(make, tmp_path, monkeypatch):
         found.append([line for line in lines if ",online,1," not in line])
     assert len(found[0]) > 2
     assert found[0] == found[1]
+
+
+ADDITIONS = {
+    "FTML": "ftml",
+    "learned step sizes": "ftml-rates",
+    "loss after every step": "ftml-every",
+    "annealed outer step": "ftml-anneal",
+    "all three": "ftml-plus",
+}
+
+
+@pytest.mark.parametrize(("name", "least", "sizes"), [("sinusoid", 26, (10, 30)), ("rainbow-digits", 37, (20, 60))])
+def test_the_tables_of_the_additions(name, least, sizes):
+    with gzip.open(DOCS / "results" / f"additions-{name}.csv.gz", "rt") as file:
+        late = [r for r in csv.DictReader(file) if int(r["round"]) >= least]
+    value = lambda r: float(r["loss"]) if name == "sinusoid" else 100 - 100 * float(r["accuracy"])  # noqa: E731
+    digits = 3 if name == "sinusoid" else 2
+    lines = page_of("additions").splitlines()
+    for label, method in ADDITIONS.items():
+        cells = []
+        for size in sizes:
+            of = {m: [r for r in late if r["method"] == m and r["datapoints"] == str(size)] for m in (method, "ftml")}
+            mean, error = over_seeds(of[method], value)
+            cells.append(f"{mean:.{digits}f} ± {error:.{digits}f}")
+            means = {
+                m: [np.mean([value(r) for r in records if r["seed"] == seed]) for seed in "012"]
+                for m, records in of.items()
+            }
+            apart = [own - plain for own, plain in zip(means[method], means["ftml"], strict=True)]
+            cells.append("" if method == "ftml" else ", ".join(f"{gap:+.{digits}f}" for gap in apart))
+        assert f"| {label} | {' | '.join(cells)} |" in lines

@@ -129,7 +129,7 @@ def test_layers_that_are_not_torchs_own_stay(kind: str) -> None:
     conv = nn.Conv2d(2, 3, 3)
     norm = (Doubled if kind == "subclass" else nn.BatchNorm2d)(3, track_running_stats=False)
     if kind == "hook":
-        conv.register_forward_hook(lambda module, args, out: out * out)
+        conv.register_forward_hook(lambda module, args, out: torch.square(out))  # pyright: ignore
         norm.register_forward_hook(lambda module, args, out: -out)
     net = nn.Sequential(conv, norm, nn.ReLU(), nn.Flatten(), nn.Linear(3 * 3 * 4, 2)).double()
     network, x = Network(net, ml.losses.cross_entropy), oracles.normal("x", 4, 2, 5, 6)
