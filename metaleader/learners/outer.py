@@ -130,6 +130,7 @@ class Outer:
             "schedule_start": self._schedule_start,
             "params": {name: value.clone() for name, value in self.params.items()},
             "optimizer": {
+                "flat": self.flat is not None,
                 "state": {
                     str(i): {
                         name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()
@@ -146,12 +147,13 @@ class Outer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         _check_params(state["params"], self.params)
-        shapes = dict(enumerate(tensor.shape for tensor in self._tensors()))
+        whole = self.flat is not None
+        kept = [value for values in state["optimizer"]["state"].values() for value in values.values()]
+        shapes = {value.shape for value in kept if isinstance(value, Tensor) and value.ndim > 0}
         # A user's optimiser may keep what it likes.
-        for i, values in state["optimizer"]["state"].items() if self.flat is not None else ():
-            kept = [value.shape for value in values.values() if isinstance(value, Tensor) and value.ndim > 0]
-            if any(shape != shapes.get(int(i)) for shape in kept):
-                raise ValueError("the state is of another optimiser, or of an earlier version; start the learner anew")
+        fits = shapes <= {tensor.shape for tensor in self._tensors()} if whole else True
+        if state["optimizer"].get("flat", whole) != whole or not fits:
+            raise ValueError("the state is of another optimiser, or of an earlier version; start the learner anew")
         for name, value in self.params.items():
             value.copy_(state["params"][name])
         self._optimizer = self.new_optimizer(self._tensors())
