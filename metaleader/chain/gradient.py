@@ -150,7 +150,7 @@ class ChainGradient:
             path.append(_Step(*before, y, saved) if self.keep else _Step(*before))
         asked = self._prepare(query.x)
         losses, lam, lam_head = self._at_query(flat, head, asked, query[1:])
-        along, along_head = _zeros(lam, lam_head)
+        along, along_head = self._no_moves(lam, lam_head)
         while path:
             after = flat, head
             flat, head, y, saved = path.pop()
@@ -168,6 +168,12 @@ class ChainGradient:
                 own = self._at_query(flat, head, asked, query[1:])
                 losses, lam, lam_head = tree_map(torch.add, (losses, lam, lam_head), own)
         return _Found(losses, lam, lam_head, along, along_head)
+
+    def _no_moves(self, flat: Tensor, head: Params) -> tuple[Tensor, Params]:
+        """Where the products of moves and lambdas begin; nothing is made where step sizes are not learned."""
+        if not self.objective.learn_lr:
+            return flat, head
+        return torch.zeros_like(flat), {name: torch.zeros_like(value) for name, value in head.items()}
 
     def _at_query(self, flat: Tensor, head: Params, patches: Tensor, target: Any) -> tuple[Tensor, Tensor, Params]:
         """Each task's query loss and its gradient, there and then."""
@@ -190,7 +196,7 @@ class ChainGradient:
         asked, saved_asked = self.passes.forward(flat, self._prepare(query.x))
         losses, slope, lam_head = self._query(asked, head, query[1:])
         still, curved = torch.zeros_like(y), torch.zeros_like(y)
-        along, along_head = _zeros(flat, lam_head)
+        along, along_head = self._no_moves(flat, lam_head)
         while path:
             after, head = head, path.pop()
             if self.objective.learn_lr:
@@ -285,10 +291,6 @@ class _Found(NamedTuple):
 
 def _add_product(total: Tensor, after: Tensor, before: Tensor, lam: Tensor) -> Tensor:
     return total + (after - before) * lam
-
-
-def _zeros(flat: Tensor, head: Params) -> tuple[Tensor, Params]:
-    return torch.zeros_like(flat), {name: torch.zeros_like(value) for name, value in head.items()}
 
 
 class _Step(NamedTuple):
