@@ -55,7 +55,7 @@ class Draw(NamedTuple):
 
     def to(self, device: torch.device | str) -> Draw:
         """The same draw on a device."""
-        return Draw(*(None if part is None else part.to(device, non_blocking=True) for part in self))  # pyright: ignore[reportArgumentType]
+        return Draw(*(None if part is None else part.to(device) for part in self))  # pyright: ignore[reportArgumentType]
 
     def at(self, step: int | slice) -> Draw:
         """The draw of one step, or of several."""

@@ -215,7 +215,7 @@ def _classification(model: Callable[[], nn.Module], common: dict[str, Any], **fi
             # A meta-update with five inner steps takes six gradients and five Hessian-vector products of two each.
             "ftl-matched": functools.partial(_with_more_updates(FTL), **common, factor=16),
             "toe-matched": functools.partial(_with_more_updates(TOE), **common, factor=16),
-            "scratch-long": functools.partial(_with_more_updates(Scratch), **common, factor=10),
+            "scratch-long": functools.partial(_with_more_updates(Scratch), **common, factor=5),
             **_plus(fields["tasks"] * fields["reveals"] * fields["meta_steps"], **common),
         },
         error_name="error",

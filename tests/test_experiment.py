@@ -160,7 +160,7 @@ def test_extra_methods_run_when_named_only() -> None:
     assert isinstance(made["ftml-first"], FTML)
     assert made["ftml-first"].first_order
     steps = {name: learner.meta_steps for name, learner in made.items() if name != "ftml-first"}
-    more = {"ftl-matched": 48, "toe-matched": 48, "scratch-long": 30}
+    more = {"ftl-matched": 48, "toe-matched": 48, "scratch-long": 15}
     assert steps == dict.fromkeys((*preset.methods, *plus), 3) | more
 
 
