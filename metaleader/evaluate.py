@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,10 @@ from metaleader.precision import exact_convolutions
 from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
 
 ADAPTATION_STEPS = 5
+
+# Parts of the outputs by name, as slices of their columns
+Parts = Mapping[str, slice]
+NO_PARTS: Parts = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,8 @@ class Record:
         accuracy: the fraction classified correctly; None for regression.
         needed: the datapoints at the first record of this round that met the threshold; None while none has.
         more: the same for other numbers of adaptation steps (`loss_1`, `accuracy_1`, ...), and, where the net has batch
-            norm, with statistics of D_t (`loss_task`, `accuracy_task`). For tasks with ids, `new_datapoints`: how many
-            of D_t's datapoints no earlier task had.
+            norm, with statistics of D_t (`loss_task`, `accuracy_task`); the losses of parts of the outputs, where asked
+            for. For tasks with ids, `new_datapoints`: how many of D_t's datapoints no earlier task had.
     """
 
     protocol: Literal["online", "regret"]
@@ -54,7 +59,7 @@ def play(learner: Any, stream: TaskStream | Sequence[Task], reveal: int = 20, **
         learner: changed as it learns.
         stream: a sequence of tasks.
         reveal: datapoints revealed at a time.
-        options: those of `play_together`: `reveals`, `gamma`, `steps`, `measure_at`, `regret`, `loss`, `start`.
+        options: those of `play_together`, from `reveals` on.
 
     Yields:
         A record for each measured reveal.
@@ -74,6 +79,7 @@ def play_together(
     measure_at: Collection[int] | None = None,
     regret: bool = False,
     loss: Loss | None = None,
+    parts: Parts = NO_PARTS,
     start: int = 0,
 ) -> Iterator[list[Record]]:
     """Play streams of one shape side by side, each with its own learner; several are updated as one program.
@@ -88,6 +94,7 @@ def play_together(
         measure_at: measure only at these sizes of D_t; at every reveal if None.
         regret: follow the regret protocol.
         loss: the loss to report; the learner's own without label smoothing if None.
+        parts: names of parts of the outputs whose loss is reported by itself too, as `loss_NAME` in `more`.
         start: the first round to play, for a learner that was restored or had earlier tasks preloaded.
 
     Yields:
@@ -121,7 +128,7 @@ def play_together(
             if measure_at is not None and datapoints not in measure_at:
                 continue
             records = []
-            measured = measure_together(learners, tests, metric, steps)
+            measured = measure_together(learners, tests, metric, steps, parts)
             for r, ((learner, task), values) in enumerate(zip(pairs, measured, strict=True)):
                 if needed[r] is None and _meets(values, gamma):
                     needed[r] = datapoints
@@ -158,46 +165,58 @@ def preload(learner: Any, stream: TaskStream | Sequence[Task], tasks: int, datap
 
 @torch.no_grad()
 def measure_together(
-    learners: Sequence[Any], tests: Sequence[Batch], metric: Loss, steps: Sequence[int] = (ADAPTATION_STEPS,)
+    learners: Sequence[Any],
+    tests: Sequence[Batch],
+    metric: Loss,
+    steps: Sequence[int] = (ADAPTATION_STEPS,),
+    parts: Parts = NO_PARTS,
 ) -> list[dict[str, float]]:
     """What `measure` finds of learners of one shape, as one program where the learners adapt the library's way."""
     own = all(isinstance(learner, Learner) and type(learner).adapt is Learner.adapt for learner in learners)
     predictions = predict_together(learners, [test.x for test in tests], steps) if own else None
     if predictions is None:
-        return [measure(learner, test, metric, steps) for learner, test in zip(learners, tests, strict=True)]
+        return [measure(learner, test, metric, steps, parts) for learner, test in zip(learners, tests, strict=True)]
     found = []
     for r, test in enumerate(tests):
         values: dict[str, Tensor] = {}
         for name, prediction in predictions.items():
-            values |= _scores(prediction[r], test, metric, "" if name == str(steps[0]) else f"_{name}")
+            values |= _scores(prediction[r], test, metric, parts, "" if name == str(steps[0]) else f"_{name}")
         found.append(values)
     numbers = torch.stack([torch.stack([value.double() for value in values.values()]) for values in found]).tolist()
     return [dict(zip(values, row, strict=True)) for values, row in zip(found, numbers, strict=True)]
 
 
 @torch.no_grad()
-def measure(learner: Any, test: Batch, metric: Loss, steps: Sequence[int] = (ADAPTATION_STEPS,)) -> dict[str, float]:
+def measure(
+    learner: Any,
+    test: Batch,
+    metric: Loss,
+    steps: Sequence[int] = (ADAPTATION_STEPS,),
+    parts: Parts = NO_PARTS,
+) -> dict[str, float]:
     """Adapt, then loss and accuracy on held-out data, for each number of steps; all values in one transfer."""
     test = to_device(test, getattr(learner, "device", "cpu"))
     values: dict[str, Tensor] = {}
     for number, net in zip(steps, learner.adapt(steps=list(steps), statistics="batch"), strict=True):
         suffix = "" if number == steps[0] else f"_{number}"
-        values |= _net_scores(net, test, metric, suffix)
+        values |= _net_scores(net, test, metric, parts, suffix)
     if getattr(learner, "has_batch_norm", False):
-        values |= _net_scores(learner.adapt(steps=steps[0], statistics="task"), test, metric, "_task")
+        values |= _net_scores(learner.adapt(steps=steps[0], statistics="task"), test, metric, parts, "_task")
     numbers = torch.stack([value.double() for value in values.values()]).tolist()
     return dict(zip(values, numbers, strict=True))
 
 
-def _net_scores(net: nn.Module, test: Batch, metric: Loss, suffix: str) -> dict[str, Tensor]:
+def _net_scores(net: nn.Module, test: Batch, metric: Loss, parts: Parts, suffix: str) -> dict[str, Tensor]:
     with exact_convolutions():
-        return _scores(net(test.x), test, metric, suffix)
+        return _scores(net(test.x), test, metric, parts, suffix)
 
 
-def _scores(prediction: Tensor, test: Batch, metric: Loss, suffix: str) -> dict[str, Tensor]:
+def _scores(prediction: Tensor, test: Batch, metric: Loss, parts: Parts, suffix: str) -> dict[str, Tensor]:
     scores = {f"loss{suffix}": metric(prediction, test.y).mean()}
     if takes_labels(metric) or (_integers(test.y) and prediction.ndim == 2 and prediction.shape[1] > 1):
         scores[f"accuracy{suffix}"] = (prediction.argmax(1) == test.y).float().mean()
+    if not suffix:  # parts are of the record's own number of steps
+        scores |= {f"loss_{name}": metric(prediction[:, of], test.y[:, of]).mean() for name, of in parts.items()}
     return scores
 
 

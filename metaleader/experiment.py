@@ -168,6 +168,7 @@ def _play_method(
             reveals=preset.reveals,
             gamma=preset.gamma,
             steps=preset.steps,
+            parts=preset.parts,
             start=t,
         ):
             records.append(reveal)
@@ -208,7 +209,8 @@ def _num_updates(preset: Preset) -> int:
 def _more_columns(preset: Preset, stream: TaskStream | First) -> list[str]:
     """The columns beyond those of every run, in the order of `Record.more`."""
     names = ["loss", "accuracy"] if takes_labels(preset.loss) else ["loss"]
-    columns = [f"{name}_{number}" for number in preset.steps[1:] for name in names]
+    columns = [f"loss_{part}" for part in preset.parts]
+    columns += [f"{name}_{number}" for number in preset.steps[1:] for name in names]
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in preset.model().modules()):
         columns += [f"{name}_task" for name in names]
     return columns + (["new_datapoints"] if stream[0].ids is not None else [])

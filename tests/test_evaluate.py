@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import oracles
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 import metaleader as ml
 from metaleader.checks.calls import garbage
 from metaleader.checks.trees import differences, snapshot
-from metaleader.tasks import rng, rows
+from metaleader.tasks import Batch, rng, rows
 
 SMALL: Any = {"meta_steps": 1, "tasks_per_step": 2, "query": 2, "seed": 3}
 STREAM = ml.streams.SinusoidStream(tasks=3, train=7, test=5, seed=1)
@@ -212,6 +213,19 @@ def test_several_numbers_of_steps() -> None:
         assert found == pytest.approx(float(expected), rel=1e-6)
     (record,) = ml.play(ml.FTL(ml.models.mlp(4, 3), ml.losses.cross_entropy, **SMALL), labelled(1), steps=(1, 5, 10))
     assert set(record.more) == {"loss_5", "accuracy_5", "loss_10", "accuracy_10"}
+
+
+@pytest.mark.parametrize("hidden", [nn.Identity(), nn.Dropout(0.5)], ids=["together", "one by one"])
+def test_parts_of_the_outputs(hidden: nn.Module) -> None:
+    learner = ml.FTL(lambda: nn.Sequential(nn.Linear(2, 8), hidden, nn.Linear(8, 3)), ml.losses.squared_error, **SMALL)
+    batch = Batch(oracles.normal("parts x", 5, 2).float(), oracles.normal("parts y", 5, 3).float())
+    parts = {"first": slice(0, 1), "others": slice(1, 3)}
+    (record,) = ml.play(learner, [ml.Task("a", batch, batch)], steps=(5, 1), parts=parts)
+    assert set(record.more) == {"loss_1", "loss_first", "loss_others"}
+    away = (learner.adapt(steps=5)(batch.x).detach() - batch.y).square()
+    assert record.more["loss_first"] == pytest.approx(float(away[:, 0].mean()), rel=1e-5)
+    assert record.more["loss_others"] == pytest.approx(float(away[:, 1:].mean()), rel=1e-5)
+    assert record.loss == pytest.approx((record.more["loss_first"] + 2 * record.more["loss_others"]) / 3, rel=1e-5)
 
 
 def test_a_net_with_batch_norm_reports_both_statistics() -> None:

@@ -164,6 +164,12 @@ def test_extra_methods_run_when_named_only() -> None:
     assert steps == dict.fromkeys((*preset.methods, *plus), 3) | more
 
 
+def test_pose_records_position_and_angle_by_themselves() -> None:
+    preset = PRESETS["pose"]("quick")
+    columns = experiment._more_columns(preset, SinusoidStream(tasks=1))
+    assert columns == ["loss_position", "loss_angle", "loss_1", "loss_5", "loss_20", "loss_task"]
+
+
 def test_additions_to_ftml_are_each_alone_and_then_together() -> None:
     preset = PRESETS["pose"]("standard")
     made: Any = {name: preset.known[name](preset.model, preset.loss) for name in ("ftml", *preset.extras)}
