@@ -17,7 +17,7 @@ from metaleader.chain import Chain, ChainGradient, Plan
 from metaleader.network import Network
 from metaleader.objective import Objective
 from metaleader.passes import TorchPasses
-from metaleader.tasks import Batch, ClassBatch, Tree
+from metaleader.tasks import Batch, ClassBatch, Tree, double
 
 _TASKS, _ROWS = 2, 6
 
@@ -53,16 +53,12 @@ def agrees(chain: Chain, batch: Batch | ClassBatch, size: tuple[int, int]) -> bo
 
 def _in_double(network: Network) -> Network:
     copied, preprocess = copy.copy(network), network.preprocess
-    copied.preprocess = lambda x: _double(preprocess(x))
+    copied.preprocess = lambda x: double(preprocess(x))
     return copied
 
 
 def _few(tree: Tree) -> Tree:
-    return _double(tree_map(lambda leaf: leaf[:_TASKS, :_ROWS], tree))
-
-
-def _double(tree: Tree) -> Tree:
-    return tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)
+    return double(tree_map(lambda leaf: leaf[:_TASKS, :_ROWS], tree))
 
 
 def _count(tensor: Tensor) -> Tensor:

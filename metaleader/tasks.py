@@ -96,6 +96,11 @@ def rows(tree: Tree, index: slice | Tensor) -> Tree:
     return tree_map(lambda leaf: leaf[index], tree)
 
 
+def double(tree: Tree) -> Tree:
+    """The same numbers in float64; integers stay as they are."""
+    return tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)
+
+
 def to_device(tree: Tree, device: torch.device | str) -> Tree:
     """Move every tensor of a tree."""
     return tree_map(lambda leaf: leaf.to(device), tree)

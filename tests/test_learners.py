@@ -667,17 +667,25 @@ def test_an_interrupt_while_results_are_written_leaves_the_learner(monkeypatch: 
     before = {name: value.clone() for name, value in learner.params.items()}
     step = learner.step
 
-    def interrupted(self: Any, state: Any) -> None:
-        raise KeyboardInterrupt
+    take, calls = Outer.take, []
+
+    def interrupted(self: Outer, *given: Any) -> None:
+        calls.append(given)
+        take(self, *given)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Outer, "set_optimizer_state", interrupted)
+        patch.setattr(Outer, "take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             learner.update(1)
     assert learner.step == step
     assert all(torch.equal(learner.params[name], value) for name, value in before.items())
     learner.update(1)
     assert learner.step == step + 1
+    undisturbed = learned()
+    undisturbed.update(1)
+    assert not differences(learner.state_dict(), undisturbed.state_dict())
 
 
 def test_an_optimiser_may_keep_states_of_any_shape() -> None:

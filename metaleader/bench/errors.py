@@ -19,6 +19,7 @@ from metaleader.engine import Engine
 from metaleader.inner import Params
 from metaleader.network import scale_uint8
 from metaleader.objective import Objective
+from metaleader.tasks import double
 
 # Rounding alone stays below this, also for pose; a changed sign seldom does.
 _LARGE = 1e-4
@@ -78,7 +79,6 @@ def exact_gradient(objective: Objective, inputs: Inputs) -> Params:
 def doubled(inputs: Inputs) -> Inputs:
     """The same numbers in float64."""
     params, support, query = inputs
-    double = lambda tree: tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)  # noqa: E731
     scaled = [batch._replace(x=scale_uint8(batch.x)) for batch in (support, query)]
     return double(params), double(scaled[0]), double(scaled[1])
 

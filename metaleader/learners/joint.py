@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,15 +47,13 @@ class Joint:
     def end(self, step: int) -> None:
         """Give the learners what is theirs, all of it or nothing."""
         joined = self._optimizer.state[self.flat]
-        before = [outer.state_dict() for outer in self._outers]
+        before = [(outer.flattened().clone(), outer.optimizer_state(), outer.step) for outer in self._outers]
         try:
             for r, outer in enumerate(self._outers):
-                assert outer.flat is not None
-                outer.flat.copy_(self.flat[r])
-                outer.set_optimizer_state({name: value[r] if value.ndim else value for name, value in joined.items()})
-                outer.step = step
+                outer.take(self.flat[r], {name: v[r] if v.ndim else v for name, v in joined.items()}, step)
         except BaseException:
-            _restore(self._outers, before)
+            for outer, old in zip(self._outers, before, strict=True):
+                outer.take(*old)
             raise
 
     def undo(self) -> None:
@@ -87,9 +84,5 @@ class Apart:
 
     def undo(self) -> None:
         """Go back to where the updates began."""
-        _restore(self._outers, self._before)
-
-
-def _restore(outers: Sequence[Outer], states: Sequence[dict[str, Any]]) -> None:
-    for outer, state in zip(outers, states, strict=True):
-        outer.load_state_dict(state)
+        for outer, state in zip(self._outers, self._before, strict=True):
+            outer.load_state_dict(state)

@@ -117,10 +117,12 @@ class Outer:
         assert self.flat is not None
         return dict(self._optimizer.state.get(self.flat, {}))
 
-    def set_optimizer_state(self, state: dict[str, Tensor]) -> None:
-        """Let the optimiser of the flat parameters go on from a state, which is copied."""
+    def take(self, flat: Tensor, state: dict[str, Tensor], step: int) -> None:
+        """Go on from flat parameters and what the optimiser knows of them, which are copied, after so many updates."""
         assert self.flat is not None
+        self.flat.copy_(flat)
         self._optimizer.state[self.flat] = {name: value.clone() for name, value in state.items()}
+        self.step = step
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything, as a tree of tensors and plain values."""
