@@ -71,8 +71,9 @@ def error(record: Record, suffix: str) -> float:
 
 
 def setting(text: str) -> dict[str, float]:
-    """`name=number` pairs, separated by commas."""
-    return {name: float(value) for name, value in (pair.split("=") for pair in text.split(","))}
+    """`name=number` pairs, separated by commas; `inner_steps=10` is an integer."""
+    pairs = (pair.split("=") for pair in text.split(","))
+    return {name: int(value) if value.isdigit() else float(value) for name, value in pairs}
 
 
 if __name__ == "__main__":

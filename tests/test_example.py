@@ -17,10 +17,11 @@ def test_own_stream(capsys):
 
 def test_tune(capsys):
     example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "tune.py"))
-    settings = [example["setting"](text) for text in ("inner_lr=0.01", "inner_lr=0.02,meta_lr=0.01")]
+    settings = [example["setting"](text) for text in ("inner_lr=0.01", "inner_lr=0.02,meta_lr=0.01,inner_steps=2")]
     found = example["tune"]("sinusoid", "ftl", settings, tasks=2, device="cpu", schedule="quick")
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == json.loads(json.dumps(found))
     first, second = found
     assert (first["inner_lr"], second["meta_lr"], first["seed"], first["tasks"]) == (0.01, 0.01, 100, 2)
     assert first["errors"]["5"][20] != second["errors"]["5"][20]
+    assert second["inner_steps"] == 2
     assert list(first["errors"]) == ["5", "1", "10", "20"]
