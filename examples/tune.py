@@ -1,25 +1,27 @@
-"""Settings of one method tried on a stream of its own seed, as the published results tune every method.
+"""Settings of one method tried on streams of their own seeds, as the published results tune every method.
 
-    python examples/tune.py pose ftl --seed 100 --tasks 20 meta_lr=1e-3,inner_lr=0.01 meta_lr=1e-3,inner_lr=0.03
+    python examples/tune.py pose ftl --seed 100 --seeds 3 --tasks 20 inner_lr=0.01 inner_lr=0.03,meta_lr=3e-3
 
-Every setting plays the first tasks of the preset's stream. One line of JSON is written for each as soon as it is
-there: the mean error over the second half of the tasks, by the number of adaptation steps and the size of D_t. The
-seeds of results begin at 0; a seed such as 100 has other tasks, images and initialisations.
+Every setting plays the first tasks of the preset's streams, seeds side by side. One line of JSON is written for each as
+soon as it is there: the mean error over seeds and the second half of the tasks, by the number of adaptation steps and
+the size of D_t; of a setting that fails, the reason. The seeds of results begin at 0; from 100 on, tasks, images and
+initialisations are others.
 """
 
 import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from metaleader.data import data_folder
 from metaleader.engine import Engine
-from metaleader.evaluate import Record, play
+from metaleader.evaluate import Record, play_together
 from metaleader.experiment import First
 from metaleader.machine import find_device
-from metaleader.presets import PRESETS
+from metaleader.presets import PRESETS, Preset
 
 
 def tune(
@@ -27,40 +29,50 @@ def tune(
     method: str,
     settings: list[dict[str, float]],
     seed: int = 100,
+    seeds: int = 1,
     tasks: int | None = None,
     data: Path | None = None,
     device: str = "auto",
-    schedule: str = "standard",
-) -> list[dict[str, object]]:
-    """Play the stream with each setting; what is printed is returned too."""
-    preset = PRESETS[preset_name](schedule)  # type: ignore[arg-type]
+    schedule: Any = "standard",
+) -> list[dict[str, Any]]:
+    """Play the streams with each setting; what is printed is returned too."""
+    preset = PRESETS[preset_name](schedule)
     num = min(tasks or preset.tasks, preset.tasks)
+    folder, place = data_folder(None if data is None else str(data)), find_device(device)
+    streams = [First(preset.stream(own, folder), num) for own in range(seed, seed + seeds)]
     planned = num * preset.reveals * preset.meta_steps // (1 if method.startswith("ftml") else 10)
-    stream = First(preset.stream(seed, data_folder(None if data is None else str(data))), num)
     found = []
-    for setting in settings:
+    for given in settings:
         started = time.perf_counter()
-        place = find_device(device)
-        learner = preset.known[method](
-            preset.model,
-            preset.loss,
-            **({"meta_steps": preset.meta_steps, "seed": seed, "device": place} | setting),
-            engine=Engine("auto", planned, place),
-        )
-        records = list(play(learner, stream, preset.reveal, reveals=preset.reveals, steps=preset.steps))
-        late = [record for record in records if record.round >= num // 2]
-        errors = {
-            str(steps): {
-                size: round(float(np.mean([error(r, suffix) for r in late if r.datapoints == size])), 4)
-                for size in preset.panels
-            }
-            for steps, suffix in zip(preset.steps, ["", *(f"_{number}" for number in preset.steps[1:])], strict=True)
-        }
-        seconds = round(time.perf_counter() - started, 1)
-        line = {"preset": preset_name, "method": method, "seed": seed, "tasks": num, **setting}
-        found.append(line | {"errors": errors, "seconds": seconds})
+        engine = Engine("auto", planned, place)
+        common = {"meta_steps": preset.meta_steps, "device": place, "engine": engine} | given
+        line = {"preset": preset_name, "method": method, "seeds": [seed, seed + seeds - 1], "tasks": num, **given}
+        try:
+            learners = [
+                preset.known[method](preset.model, preset.loss, seed=own, **common) for own in range(seed, seed + seeds)
+            ]
+            line["errors"] = errors(preset, num, learners, streams)
+        except ValueError as error:
+            line["failed"] = str(error)
+        found.append(line | {"seconds": round(time.perf_counter() - started, 1)})
         print(json.dumps(found[-1]), flush=True)
     return found
+
+
+def errors(preset: Preset, num: int, learners: list[Any], streams: list[First]) -> dict[str, dict[str, float]]:
+    """Mean errors by the number of adaptation steps and the size of D_t."""
+    plays = play_together(
+        learners, streams, preset.reveal, reveals=preset.reveals, steps=preset.steps, measure_at=preset.panels
+    )
+    late = [record for records in plays for record in records if record.round >= num // 2]
+    suffixes = ["", *(f"_{number}" for number in preset.steps[1:])]
+    return {
+        str(steps): {
+            str(size): round(float(np.mean([error(r, suffix) for r in late if r.datapoints == size])), 4)
+            for size in preset.panels
+        }
+        for steps, suffix in zip(preset.steps, suffixes, strict=True)
+    }
 
 
 def error(record: Record, suffix: str) -> float:
@@ -81,9 +93,10 @@ if __name__ == "__main__":
     parser.add_argument("preset", choices=PRESETS)
     parser.add_argument("method")
     parser.add_argument("settings", nargs="+", type=setting, metavar="name=number[,name=number]")
-    parser.add_argument("--seed", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=100, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=1, help="how many, side by side")
     parser.add_argument("--tasks", type=int)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
-    tune(given.preset, given.method, given.settings, given.seed, given.tasks, given.data, given.device)
+    tune(given.preset, given.method, given.settings, given.seed, given.seeds, given.tasks, given.data, given.device)

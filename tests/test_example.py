@@ -5,6 +5,11 @@ import runpy
 from pathlib import Path
 
 import numpy as np
+import pytest
+
+from metaleader.evaluate import play
+from metaleader.experiment import First
+from metaleader.presets import PRESETS
 
 
 def test_own_stream(capsys):
@@ -17,11 +22,22 @@ def test_own_stream(capsys):
 
 def test_tune(capsys):
     example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "tune.py"))
-    settings = [example["setting"](text) for text in ("inner_lr=0.01", "inner_lr=0.02,meta_lr=0.01,inner_steps=2")]
-    found = example["tune"]("sinusoid", "ftl", settings, tasks=2, device="cpu", schedule="quick")
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == json.loads(json.dumps(found))
-    first, second = found
-    assert (first["inner_lr"], second["meta_lr"], first["seed"], first["tasks"]) == (0.01, 0.01, 100, 2)
-    assert first["errors"]["5"][20] != second["errors"]["5"][20]
+    texts = ("inner_lr=0.01", "inner_lr=0.02,meta_lr=0.01,inner_steps=2", "meta_lr=1e300")
+    settings = [example["setting"](text) for text in texts]
+    found = example["tune"]("sinusoid", "ftl", settings, seeds=2, tasks=2, device="cpu", schedule="quick")
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == found
+    first, second, third = found
+    assert (first["inner_lr"], second["meta_lr"], first["seeds"], first["tasks"]) == (0.01, 0.01, [100, 101], 2)
     assert second["inner_steps"] == 2
     assert list(first["errors"]) == ["5", "1", "10", "20"]
+    assert first["errors"]["5"]["20"] != second["errors"]["5"]["20"]
+    assert "is not finite" in third["failed"]
+    # The mean over the second half of the tasks, here the second of two, by hand.
+    preset = PRESETS["sinusoid"]("quick")
+    alone = []
+    for seed in (100, 101):
+        learner = preset.methods["ftl"](preset.model, preset.loss, meta_steps=preset.meta_steps, seed=seed)
+        stream = First(preset.stream(seed, "."), 2)
+        *_, last = play(learner, stream, preset.reveal, reveals=preset.reveals)
+        alone.append(last.loss)
+    assert first["errors"]["5"]["20"] == pytest.approx(sum(alone) / 2, abs=1e-3)
