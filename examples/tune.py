@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from metaleader.data import data_folder
 from metaleader.engine import Engine
@@ -37,6 +38,10 @@ def tune(
 ) -> list[dict[str, Any]]:
     """Play the streams with each setting; what is printed is returned too."""
     preset = PRESETS[preset_name](schedule)
+    if method not in preset.known:
+        raise ValueError(f"{preset_name} has no method {method!r}; there are {', '.join(preset.known)}")
+    if preset.threads is not None:
+        torch.set_num_threads(preset.threads)
     num = min(tasks or preset.tasks, preset.tasks)
     folder, place = data_folder(None if data is None else str(data)), find_device(device)
     streams = [First(preset.stream(own, folder), num) for own in range(seed, seed + seeds)]

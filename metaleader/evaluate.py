@@ -104,6 +104,11 @@ def play_together(
         raise ValueError(f"reveal and reveals must be at least 1, got {reveal} and {reveals}")
     if not steps:
         raise ValueError("steps must name at least one number of adaptation steps")
+    taken = {"task", *map(str, steps)} & parts.keys()
+    if taken:
+        raise ValueError(
+            f"parts of the outputs cannot be named {sorted(taken)}: records have other losses of that name"
+        )
     if len({len(stream) for stream in streams}) != 1 or len(streams) != len(learners):
         raise ValueError("there must be one stream a learner, all of the same length")
     if len(streams[0]) == 0:
@@ -215,8 +220,10 @@ def _scores(prediction: Tensor, test: Batch, metric: Loss, parts: Parts, suffix:
     scores = {f"loss{suffix}": metric(prediction, test.y).mean()}
     if takes_labels(metric) or (_integers(test.y) and prediction.ndim == 2 and prediction.shape[1] > 1):
         scores[f"accuracy{suffix}"] = (prediction.argmax(1) == test.y).float().mean()
-    if not suffix:  # parts are of the record's own number of steps
-        scores |= {f"loss_{name}": metric(prediction[:, of], test.y[:, of]).mean() for name, of in parts.items()}
+    for name, of in () if suffix else parts.items():  # of the record's own number of steps
+        if prediction.ndim != 2 or not prediction[:, of].numel():
+            raise ValueError(f"there is no part {name!r} ({of}) of outputs {tuple(prediction.shape)}: check `parts`")
+        scores[f"loss_{name}"] = metric(prediction[:, of], test.y[:, of]).mean()
     return scores
 
 

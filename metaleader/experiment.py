@@ -243,6 +243,7 @@ def _settings(preset: Preset, methods: Iterable[str]) -> dict[str, Any]:
         **{name: getattr(preset, name) for name in fields},
         "loss": getattr(preset.loss, "keywords", {}),
         "learners": {name: getattr(preset.known[name], "keywords", {}) for name in methods},
+        **({"parts": {name: str(of) for name, of in preset.parts.items()}} if preset.parts else {}),
     }
 
 

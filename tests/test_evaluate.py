@@ -228,6 +228,13 @@ def test_parts_of_the_outputs(hidden: nn.Module) -> None:
     assert record.loss == pytest.approx((record.more["loss_first"] + 2 * record.more["loss_others"]) / 3, rel=1e-5)
 
 
+def test_parts_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="cannot be named \\['10', 'task'\\]"):
+        list(ml.play(Spy(), [line("a", 2)], steps=(5, 10), parts={"task": slice(0, 1), "10": slice(0, 1)}))
+    with pytest.raises(ValueError, match="there is no part 'angle' \\(slice\\(1, 3, None\\)\\) of outputs \\(5, 1\\)"):
+        list(ml.play(ftml(), STREAM, parts={"angle": slice(1, 3)}))
+
+
 def test_a_net_with_batch_norm_reports_both_statistics() -> None:
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.ReLU(), nn.Linear(6, 3))
     learner = ml.FTML(net, ml.losses.cross_entropy, support=2, **SMALL)

@@ -121,7 +121,9 @@ class Outer:
         """Go on from flat parameters and what the optimiser knows of them, which are copied, after so many updates."""
         assert self.flat is not None
         self.flat.copy_(flat)
-        self._optimizer.state[self.flat] = {name: value.clone() for name, value in state.items()}
+        self._optimizer.state.pop(self.flat, None)
+        if state:
+            self._optimizer.state[self.flat] = {name: value.clone() for name, value in state.items()}
         self.step = step
 
     def state_dict(self) -> dict[str, Any]:
