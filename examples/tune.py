@@ -38,26 +38,31 @@ def tune(
 ) -> list[dict[str, Any]]:
     """Play the streams with each setting; what is printed is returned too."""
     preset = PRESETS[preset_name](schedule)
-    if method not in preset.known:
-        raise ValueError(f"{preset_name} has no method {method!r}; there are {', '.join(preset.known)}")
     if preset.threads is not None:
         torch.set_num_threads(preset.threads)
     num = min(tasks or preset.tasks, preset.tasks)
     folder, place = data_folder(None if data is None else str(data)), find_device(device)
-    streams = [First(preset.stream(own, folder), num) for own in range(seed, seed + seeds)]
+    own_seeds = list(range(seed, seed + seeds))
+    streams = [First(preset.stream(own, folder), num) for own in own_seeds]
     planned = num * preset.reveals * preset.meta_steps // (1 if method.startswith("ftml") else 10)
     found = []
     for given in settings:
         started = time.perf_counter()
         engine = Engine("auto", planned, place)
         common = {"meta_steps": preset.meta_steps, "device": place, "engine": engine} | given
-        line = {"preset": preset_name, "method": method, "seeds": [seed, seed + seeds - 1], "tasks": num, **given}
+        line = {
+            "preset": preset_name,
+            "method": method,
+            "seeds": list(range(seed, seed + seeds)),
+            "tasks": num,
+            **given,
+        }
         try:
             learners = [
                 preset.known[method](preset.model, preset.loss, seed=own, **common) for own in range(seed, seed + seeds)
             ]
             line["errors"] = errors(preset, num, learners, streams)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # a setting that the method has not, or that does not learn
             line["failed"] = str(error)
         found.append(line | {"seconds": round(time.perf_counter() - started, 1)})
         print(json.dumps(found[-1]), flush=True)
@@ -98,10 +103,12 @@ if __name__ == "__main__":
     parser.add_argument("preset", choices=PRESETS)
     parser.add_argument("method")
     parser.add_argument("settings", nargs="+", type=setting, metavar="name=number[,name=number]")
-    parser.add_argument("--seed", type=int, default=100, help="the first seed")
-    parser.add_argument("--seeds", type=int, default=1, help="how many, side by side")
-    parser.add_argument("--tasks", type=int)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seed", type=int, default=100, help="the first seed (100)")
+    parser.add_argument("--seeds", type=int, default=1, help="how many, side by side (1)")
+    parser.add_argument("--tasks", type=int, help="how many of the preset's; all if not given")
+    parser.add_argument("--data", type=Path, help="the folder with data sets")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     given = parser.parse_args()
+    if given.method not in PRESETS[given.preset]("standard").known:
+        parser.error(f"{given.preset} has {', '.join(PRESETS[given.preset]('standard').known)}; got {given.method}")
     tune(given.preset, given.method, given.settings, given.seed, given.seeds, given.tasks, given.data, given.device)

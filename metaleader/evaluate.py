@@ -59,7 +59,9 @@ def play(learner: Any, stream: TaskStream | Sequence[Task], reveal: int = 20, **
         learner: changed as it learns.
         stream: a sequence of tasks.
         reveal: datapoints revealed at a time.
-        options: those of `play_together`, from `reveals` on.
+        options: `reveals`, how many reveals of a task are used; `gamma`, the threshold of proficiency; `steps`, the
+            numbers of adaptation steps to measure, 5 if not given, whatever the learner's own; `start`, the first round
+            to play, for a learner that was loaded; and the others of `metaleader.evaluate.play_together`.
 
     Yields:
         A record for each measured reveal.
@@ -109,6 +111,8 @@ def play_together(
         raise ValueError(
             f"parts of the outputs cannot be named {sorted(taken)}: records have other losses of that name"
         )
+    if any(not hasattr(stream, "__len__") for stream in streams):
+        raise ValueError("a stream must have a length and be indexed by round: pass a list of tasks, not an iterator")
     if len({len(stream) for stream in streams}) != 1 or len(streams) != len(learners):
         raise ValueError("there must be one stream a learner, all of the same length")
     if len(streams[0]) == 0:

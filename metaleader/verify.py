@@ -189,7 +189,7 @@ def _judge(statement: Statement, run: _Run) -> Claim:
 def _judge_pair(
     statement: Statement, run: _Run, blank: Claim, names: tuple[str, str], better: Values, worse: Values
 ) -> tuple[Claim, float]:
-    """The claim, and how far inside its margin the interval is."""
+    """The claim, and how far inside its margin the interval is, or with one seed the effect."""
     both = better.keys() & worse.keys()
     seeds = sorted({seed for seed, _ in both})
     rounds = [t for t in range(run.tasks) if seeds and all((seed, t) in both for seed in seeds)]
@@ -197,7 +197,7 @@ def _judge_pair(
         return replace(blank, text=f"{blank.text}: no task was played by all yet"), 0.0
     a, b = (np.array([[side[seed, t] for t in rounds] for seed in seeds]) for side in (better, worse))
     if statement.statistic in ("difference", "ratio"):
-        third = max(1, len(rounds) // 3)
+        third = -(-len(rounds) // 3)  # rounded up, as in tables and figures
         a, b = a[:, -third:], b[:, -third:] if statement.worse else a[:, :third]
     effects, numbers, solved = _effects(statement, run, names, a, b)
     text = f"{blank.text}: {numbers}; {len(rounds)} of {run.tasks} tasks, {len(seeds)} of {run.seeds} seeds"
@@ -205,12 +205,13 @@ def _judge_pair(
         return replace(blank, text=f"{text}; a value is zero or not finite"), 0.0
     to_unit = math.exp if statement.statistic == "ratio" else float
     claim = replace(blank, text=text, effect=to_unit(effects.mean()))
+    least, most = (-claim.margin, claim.margin) if claim.two_sided else (claim.margin, math.inf)
     if len(seeds) == 1:
-        return replace(claim, text=f"{text}; one seed gives no uncertainty"), 0.0
+        effect = to_unit(effects.mean())
+        return replace(claim, text=f"{text}; one seed gives no uncertainty"), min(effect - least, most - effect)
     half = T_QUANTILES[min(len(seeds), 30) - 2] * effects.std(ddof=1) / math.sqrt(len(seeds))
     low, high = to_unit(effects.mean() - half), to_unit(effects.mean() + half)
     claim = replace(claim, uncertainty=(low, high))
-    least, most = (-claim.margin, claim.margin) if claim.two_sided else (claim.margin, math.inf)
     inside = min(low - least, most - high)
     verdict = "agrees" if inside > 0 else "disagrees" if high < least or low > most else "undecided"
     if len(rounds) < run.tasks or len(seeds) < run.seeds:

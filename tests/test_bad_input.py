@@ -196,6 +196,11 @@ def test_a_loss_that_is_no_tensor(value: Any) -> None:
     refused(learner, *batch(3), rf"the loss must return one value a datapoint, .*got {type(value).__name__}")
 
 
+def test_a_loss_that_is_no_function() -> None:
+    with pytest.raises(ValueError, match=r"loss must be a function of .prediction, target., .* got 'mse'"):
+        ml.TOE(ml.models.mlp(2, 1), "mse")  # pyright: ignore[reportArgumentType]
+
+
 def test_a_loss_whose_shape_is_right_for_two_rows_only() -> None:
     refused(
         make(lambda prediction, target: prediction.sum() * torch.ones(2)), *batch(5), r"\(5,\), or a scalar; got \(2,\)"

@@ -326,6 +326,7 @@ def test_in_the_online_protocol_the_learner_trains_before_it_is_measured() -> No
         ({"steps": ()}, "steps"),
         ({"steps": (-1,)}, "steps"),
         ({"stream": []}, "no tasks"),
+        ({"stream": (task for task in STREAM)}, "pass a list of tasks, not an iterator"),
         ({"stream": [STREAM[0].train]}, r"stream\[0\] is a Batch, not a Task"),
     ],
 )

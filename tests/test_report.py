@@ -303,6 +303,13 @@ def test_the_command_writes_into_the_first_folder_or_where_it_is_told(folder, tm
         assert stop.value.code == 0
         assert capsys.readouterr().out == f"{expected}\n"
         assert expected.is_file()
+    (tmp_path / "theory").mkdir()
+    with pytest.raises(SystemExit) as stop:
+        main(["report", str(tmp_path / "theory"), str(folder / "sinusoid")])
+    assert stop.value.code == 0
+    told = capsys.readouterr()
+    assert told.out == f"{folder / 'sinusoid' / 'report.html'}\n"
+    assert told.err == f"note: {tmp_path / 'theory'} holds no records and is left out\n"
     with pytest.raises(ValueError, match="at least one"):
         write_report([])
     with pytest.raises(FileNotFoundError, match="no records"):

@@ -221,6 +221,21 @@ def test_one_seed_is_undecided(tmp_path: Path) -> None:
         assert claim.text.endswith("1 of 1 seeds; one seed gives no uncertainty")
 
 
+def test_one_seed_shows_the_hardest_rival(tmp_path: Path) -> None:
+    errors = constant(ftml=0.2, ftml_last=0.5, ftl=0.4, toe=0.5, scratch=0.1)
+    found = {claim.name: claim for claim in write(tmp_path, "rainbow-digits", errors, seeds=1)}
+    assert "FTML 0.2, from scratch 0.1;" in found["final"].text
+    assert found["final"].effect == pytest.approx(-0.1)
+
+
+def test_a_third_is_rounded_up(tmp_path: Path) -> None:
+    """Of eight tasks played by all, the last three."""
+    at = lambda method, seed, t, size: 0.3 if method != "ftml" else 0.2 if t >= 6 else 0.1 if t == 5 else 0.0  # noqa: E731
+    skip = lambda method, seed, t: t == TASKS - 1  # noqa: E731
+    found = {claim.name: claim for claim in write(tmp_path, "rainbow-digits", at, skip=skip)}
+    assert found["final"].effect == pytest.approx(0.3 - (0.2 + 0.2 + 0.1) / 3)
+
+
 def test_missing_methods_and_sizes(tmp_path: Path) -> None:
     claims = write(tmp_path, "rainbow-digits", *AGREE["rainbow-digits"], skip=lambda method, seed, t: method == "toe")
     found = {claim.name: claim for claim in claims}

@@ -22,7 +22,14 @@ def report(
     Returns:
         The exit status.
     """
+    import sys
+
     from metaleader.report import write_report
 
-    print(write_report(folders, out).resolve())
+    # Of several, as a shell's `runs/*` gives them, those that are no runs are left out; alone, one is an error.
+    runs = [folder for folder in folders if (folder / "records.csv").is_file()] or list(folders)
+    for folder in folders:
+        if folder not in runs:
+            print(f"note: {folder} holds no records and is left out", file=sys.stderr)
+    print(write_report(runs, out).resolve())
     return 0

@@ -33,7 +33,8 @@ def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 
 
     Args:
         out: The folder for regret.csv and the figures; made if it is not there.
-        rounds: T, the number of rounds that are played, at least 32.
+        rounds: T, the number of rounds that are played, at least 32; checks of growth are made for 1,000 and more, and
+            may fail below.
         seeds: How many streams of each family are played.
         alpha_factor: The inner step size as a multiple of Theorem 1's bound. Above 1 nothing is promised, and checks
             may fail.

@@ -69,6 +69,10 @@ class Learner(ABC):
         check_integer("tasks_per_step", tasks_per_step, 1)
         check_integer("query", query, 1)
         check_integer("seed", seed, 0)
+        if not callable(loss):
+            raise ValueError(
+                f"loss must be a function of (prediction, target), as metaleader.losses.squared_error; got {loss!r}"
+            )
         self.loss = loss
         self.meta_steps = meta_steps
         self.tasks_per_step = tasks_per_step
