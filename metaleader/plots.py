@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -77,12 +78,23 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> list[Path]:
             ]
             if any(np.isfinite(curve.error).any() for curve in curves.values()):
                 handles.append(Patch(color="#999999", alpha=0.4, linewidth=0, label="standard error over seeds"))
-            columns = 2 if alone else len(handles)
-            figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False, handlelength=3.2)
+            _draw_legend(figure, handles, 2 if alone else len(handles))
         paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
         figure.savefig(paths[0], dpi=160, metadata={"Software": None})
         figure.savefig(paths[1], metadata={"Date": None})
     return paths
+
+
+def _draw_legend(figure: Figure, handles: list[Any], columns: int) -> None:
+    """Above the panels, in as few rows as fit into the width."""
+    for rows in range(math.ceil(len(handles) / columns), len(handles) + 1):
+        columns = math.ceil(len(handles) / rows)
+        legend = figure.legend(
+            handles=handles, loc="outside upper left", ncols=columns, frameon=False, handlelength=3.2
+        )
+        if legend.get_window_extent().width <= figure.bbox.width or columns == 1:
+            return
+        legend.remove()
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:

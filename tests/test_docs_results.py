@@ -19,6 +19,7 @@ from metaleader.experiment import Experiment, run_experiment
 from metaleader.plots import draw_figures
 from metaleader.presets import PRESETS
 from metaleader.report import write_report
+from metaleader.runs import read_times
 from metaleader.verify import check_claims
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -335,6 +336,36 @@ def test_cifar_later_against_early(cifar, method):
     else:
         assert all((gain > 0).all() for gain in net)  # the page: in every seed
     assert f"| {LABELS[method]} | {' | '.join(cells)} |" in page_of("cifar100")
+
+
+def test_equal_compute_the_tables_are_those_of_the_records():
+    folder, page = DOCS / "results" / "equal-compute", page_of("equal-compute")
+    with gzip.open(folder / "records.csv.gz", "rt", newline="") as file:
+        records = list(csv.DictReader(file))
+    times = read_times(folder)
+    methods = json.loads((folder / "config.json").read_bytes())["methods"]
+    assert len(methods) == 8
+
+    def seeds(method, size, column):
+        late = of(records, method, size, range(37, 56))
+        return [100 * (1 - statistics.mean(float(r[column]) for r in late if r["seed"] == s)) for s in "012"]
+
+    def cell(method, size, column="accuracy"):
+        errors = seeds(method, size, column)
+        return f"{statistics.mean(errors):.1f} ± {statistics.stdev(errors) / math.sqrt(3):.1f}"
+
+    for method in methods:
+        cells = [cell(method, size) for size in (20, 40, 60)] + [cell(method, s, "accuracy_10") for s in (20, 60)]
+        seconds = sum(row["seconds"] for row in times if row["method"] == method)
+        assert f"| {STYLES[method][0]} | {' | '.join(cells)} | {seconds:.0f} |" in page
+        behind = [
+            ", ".join(
+                f"{one - own:+.1f}"
+                for one, own in zip(seeds(method, s, "accuracy"), seeds("ftml", s, "accuracy"), strict=True)
+            )
+            for s in (20, 60)
+        ]
+        assert method == "ftml" or f"| {STYLES[method][0]} | {' | '.join(behind)} |" in page
 
 
 def test_the_front_page_has_the_headlines(pose, cifar):

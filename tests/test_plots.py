@@ -84,9 +84,15 @@ def test_no_records_at_all_can_be_drawn(tmp_path):
     assert all(path.is_file() for path in draw_figures([], (20, 60), tmp_path, gamma=0.9))
 
 
-@pytest.mark.parametrize("preset", ["rainbow-mnist", "cifar100"])
-def test_nothing_is_cut_at_the_edge(preset, tmp_path):
-    methods = tuple(PRESETS[preset]("standard").methods)
-    for path in draw_figures(made_records(preset, tasks=4, reveals=5, methods=methods), (100,), tmp_path)[::2]:
-        pixels = matplotlib.image.imread(path)
-        assert all((edge == 1).all() for edge in (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:])), path.name
+@pytest.mark.parametrize(("preset", "extras"), [("rainbow-mnist", False), ("rainbow-mnist", True), ("cifar100", False)])
+def test_nothing_is_cut_at_the_edge(preset, extras, tmp_path):
+    fixed = PRESETS[preset]("standard")
+    records = made_records(preset, tasks=4, reveals=5, methods=tuple(fixed.methods))
+    if extras:
+        records += [r | {"method": method} for method in fixed.extras for r in records if r["method"] == "ftml"]
+    # Three panels, as published, and without a size for every one.
+    for panels in ((100,), (20, 100)):
+        for path in draw_figures(records, panels, tmp_path, gamma=0.9)[::2]:
+            pixels = matplotlib.image.imread(path)
+            edges = (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:])
+            assert all((edge == 1).all() for edge in edges), path.name
