@@ -112,7 +112,13 @@ def result_table(
     third = -(-rounds // 3)
     few, many = panels[0], panels[-1]
     table = Table(title=f"{error_name}, mean ± standard error over seeds")
-    heads = (f"last third, {few} datapoints", f"last third, {many}", f"first third, {few}", "solved", "seconds")
+    heads = (
+        f"last third, {few} datapoints",
+        f"last third, {many}",
+        f"first third, {few}",
+        "solved, last third",
+        "seconds",
+    )
     for head in ("method", *heads):
         table.add_column(head, justify="right" if head == "seconds" else "left")
     for method in methods:

@@ -20,7 +20,7 @@ def results_table(runs: Sequence[Exhibit]) -> str:
     first = runs[0]
     headers = ["method", *(["run"] if len(runs) > 1 else []), "tasks"]
     if first.gamma is not None:
-        headers += ["solved", "needed, first third", "needed, last third"]
+        headers += ["solved, all tasks", "needed, first third", "needed, last third"]
     for size in first.sizes:
         headers += [f"{first.measure} after {size:,}, {part} third" for part in ("first", "last")]
     rows = []
@@ -104,7 +104,7 @@ def costs_table(runs: Sequence[Exhibit]) -> str:
     if not rows:
         return ""
     return "<h3>Time and memory</h3>" + html_table(
-        "Spent, all seeds together", ["method", "run", "time", "peak memory"], rows, kind="runs"
+        "Spent, all seeds together", ["method", "run", "time", "peak memory of the process so far"], rows, kind="runs"
     )
 
 

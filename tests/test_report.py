@@ -117,7 +117,7 @@ def test_the_page_loads_nothing_and_is_well_formed(page):
 
 def test_the_table_of_results_is_the_mean_over_seeds_of_means_over_tasks(folder):
     table = read(write_report([folder / "full"], folder / "one.html")).tables["Mean ± standard error over seeds"]
-    assert table[0][:5] == ["method", "tasks", "solved", "needed, first third", "needed, last third"]
+    assert table[0][:5] == ["method", "tasks", "solved, all tasks", "needed, first third", "needed, last third"]
     assert table[0][5:7] == ["error after 100, first third", "error after 100, last third"]
     assert len(table) == 1 + len(SHAPES)
     records = made_records()
