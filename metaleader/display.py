@@ -111,15 +111,10 @@ def result_table(
     rounds = 1 + max(r["round"] for r in records)
     third = -(-rounds // 3)
     few, many = panels[0], panels[-1]
-    table = Table(title=f"{error_name}, mean ± standard error over seeds")
-    heads = (
-        f"last third, {few} datapoints",
-        f"last third, {many}",
-        f"first third, {few}",
-        "solved, last third",
-        "seconds",
-    )
-    for head in ("method", *heads):
+    table = Table(title=f"{error_name} by datapoints, mean ± standard error over seeds")
+    heads = (f"last third, {few}", f"last third, {many}", f"first third, {few}", "solved late", "seconds")
+    table.add_column("method", no_wrap=True)
+    for head in heads:
         table.add_column(head, justify="right" if head == "seconds" else "left")
     for method in methods:
         own = [r for r in records if r["method"] == method]
