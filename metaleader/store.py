@@ -21,6 +21,8 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
         OSError: when the folder cannot be written or the disk is full; the old file is then untouched.
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}; make it first")
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:

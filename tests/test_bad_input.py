@@ -196,6 +196,18 @@ def test_a_loss_that_is_no_tensor(value: Any) -> None:
     refused(learner, *batch(3), rf"the loss must return one value a datapoint, .*got {type(value).__name__}")
 
 
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device 'cuda' is not there: torch finds no CUDA device; use cpu"):
+        ml.TOE(ml.models.mlp(2, 1), ml.losses.squared_error, device="cuda")
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    learner = ml.TOE(ml.models.mlp(2, 1), ml.losses.squared_error)
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere; make it first"):
+        learner.save(tmp_path / "nowhere" / "leader.safetensors")
+
+
 def test_a_loss_that_is_no_function() -> None:
     with pytest.raises(ValueError, match=r"loss must be a function of .prediction, target., .* got 'mse'"):
         ml.TOE(ml.models.mlp(2, 1), "mse")  # pyright: ignore[reportArgumentType]

@@ -43,6 +43,8 @@ def show(
 
     options: dict[str, Any] = {} if order is None else {"order": order}
     path = out or Path(f"{stream}.png")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}; make it first")
     with tempfile.TemporaryDirectory() as folder:
         if stream == "pose":
             # A short stream of its own, drawn now: the same objects, cameras and first images.

@@ -80,6 +80,8 @@ class Learner(ABC):
         self.clip = clip
         self.seed = seed
         self.device = torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {str(device)!r} is not there: torch finds no CUDA device; use cpu")
         self._model = model
         self._hyperparameters: dict[str, Any] = {
             "meta_lr": meta_lr if isinstance(meta_lr, int | float) else [list(pair) for pair in meta_lr],
