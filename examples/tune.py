@@ -9,6 +9,7 @@ initialisations are others.
 """
 
 import argparse
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from metaleader.data import data_folder
 from metaleader.engine import Engine
 from metaleader.evaluate import Record, play_together
-from metaleader.experiment import First
+from metaleader.experiment import First, planned_updates
 from metaleader.machine import find_device
 from metaleader.presets import PRESETS, Preset
 
@@ -40,28 +41,19 @@ def tune(
     preset = PRESETS[preset_name](schedule)
     if preset.threads is not None:
         torch.set_num_threads(preset.threads)
-    num = min(tasks or preset.tasks, preset.tasks)
+    preset = dataclasses.replace(preset, tasks=min(tasks or preset.tasks, preset.tasks))
     folder, place = data_folder(None if data is None else str(data)), find_device(device)
     own_seeds = list(range(seed, seed + seeds))
-    streams = [First(preset.stream(own, folder), num) for own in own_seeds]
-    planned = num * preset.reveals * preset.meta_steps // (1 if method.startswith("ftml") else 10)
+    streams = [First(preset.stream(own, folder), preset.tasks) for own in own_seeds]
     found = []
     for given in settings:
         started = time.perf_counter()
-        engine = Engine("auto", planned, place)
+        engine = Engine("auto", planned_updates(preset, method), place)
         common = {"meta_steps": preset.meta_steps, "device": place, "engine": engine} | given
-        line = {
-            "preset": preset_name,
-            "method": method,
-            "seeds": list(range(seed, seed + seeds)),
-            "tasks": num,
-            **given,
-        }
+        line = {"preset": preset_name, "method": method, "seeds": own_seeds, "tasks": preset.tasks, **given}
         try:
-            learners = [
-                preset.known[method](preset.model, preset.loss, seed=own, **common) for own in range(seed, seed + seeds)
-            ]
-            line["errors"] = errors(preset, num, learners, streams)
+            learners = [preset.known[method](preset.model, preset.loss, seed=own, **common) for own in own_seeds]
+            line["errors"] = errors(preset, learners, streams)
         except (TypeError, ValueError) as error:  # a setting that the method has not, or that does not learn
             line["failed"] = str(error)
         found.append(line | {"seconds": round(time.perf_counter() - started, 1)})
@@ -69,12 +61,12 @@ def tune(
     return found
 
 
-def errors(preset: Preset, num: int, learners: list[Any], streams: list[First]) -> dict[str, dict[str, float]]:
+def errors(preset: Preset, learners: list[Any], streams: list[First]) -> dict[str, dict[str, float]]:
     """Mean errors by the number of adaptation steps and the size of D_t."""
     plays = play_together(
         learners, streams, preset.reveal, reveals=preset.reveals, steps=preset.steps, measure_at=preset.panels
     )
-    late = [record for records in plays for record in records if record.round >= num // 2]
+    late = [record for records in plays for record in records if record.round >= preset.tasks // 2]
     suffixes = ["", *(f"_{number}" for number in preset.steps[1:])]
     return {
         str(steps): {

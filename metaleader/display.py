@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from metaleader.curves import STYLES, record_error
+from metaleader.curves import STYLES, record_error, third
 from metaleader.evaluate import Record
 
 
@@ -108,8 +108,7 @@ def result_table(
         error_name: what the error is called.
         seconds: that each method took.
     """
-    rounds = 1 + max(r["round"] for r in records)
-    third = -(-rounds // 3)
+    first, last = third(records, "first"), third(records, "last")
     few, many = panels[0], panels[-1]
     table = Table(title=f"{error_name} by datapoints, mean ± standard error over seeds")
     heads = (f"last third, {few}", f"last third, {many}", f"first third, {few}", "solved late", "seconds")
@@ -117,9 +116,7 @@ def result_table(
     for head in heads:
         table.add_column(head, justify="right" if head == "seconds" else "left")
     for method in methods:
-        own = [r for r in records if r["method"] == method]
-        late = [r for r in own if r["round"] >= rounds - third]
-        early = [r for r in own if r["round"] < third]
+        early, late = ([r for r in part if r["method"] == method] for part in (first, last))
         solved = [r["needed"] is not None for r in late if r["datapoints"] == many]
         table.add_row(
             STYLES[method][0],
@@ -132,7 +129,7 @@ def result_table(
     return table
 
 
-def _mean(records: Sequence[dict[str, Any]]) -> str:
+def _mean(records: Sequence[Mapping[str, Any]]) -> str:
     by_seed: dict[int, list[float]] = {}
     for record in records:
         by_seed.setdefault(record["seed"], []).append(record_error(record))

@@ -202,8 +202,9 @@ def _learners(preset: Preset, method: str, experiment: Experiment, engine: Engin
     ]
 
 
-def _num_updates(preset: Preset) -> int:
-    return preset.tasks * preset.reveals * preset.meta_steps
+def planned_updates(preset: Preset, method: str) -> int:
+    """What an engine decides by: the updates of a method, of which those without an inner loop are a tenth of one."""
+    return preset.tasks * preset.reveals * preset.meta_steps // (1 if method.startswith("ftml") else 10)
 
 
 def _more_columns(preset: Preset, stream: TaskStream | First) -> list[str]:
@@ -220,8 +221,7 @@ def _config(experiment: Experiment, preset: Preset) -> dict[str, Any]:
     """Everything that determines a run."""
     engines = {}
     for method in experiment.methods or ():
-        planned = _num_updates(preset) // (1 if method.startswith("ftml") else 10)
-        engines[method] = Engine(experiment.engine, planned, experiment.device).mode
+        engines[method] = Engine(experiment.engine, planned_updates(preset, method), experiment.device).mode
     return {
         **dataclasses.asdict(experiment),
         "engines": engines,

@@ -28,9 +28,16 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"unknown device {name!r}; use cpu, cuda or auto") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"runs need device cpu, cuda or auto, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} is not there: torch finds {torch.cuda.device_count()} CUDA devices; use cpu")
+    check_device(device)
     return device
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a GPU that is not there."""
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {str(device)!r} is not there: torch finds {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
 
 
 def hardware(device: str) -> str:

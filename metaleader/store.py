@@ -21,8 +21,7 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
         OSError: when the folder cannot be written or the disk is full; the old file is then untouched.
     """
     path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+    check_folder(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -36,6 +35,12 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
             os.unlink(temporary)
         raise
     sync_folder(path.parent)
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a file in a folder that is not there."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}; make it first")
 
 
 def sync_folder(folder: Path) -> None:

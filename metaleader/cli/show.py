@@ -39,12 +39,12 @@ def show(
         The exit status.
     """  # noqa: E501 (a line break would show in the help)
     from metaleader.sheet import HELD_OUT, contact_sheet
+    from metaleader.store import check_folder
     from metaleader.streams import PoseStream, make_stream
 
     options: dict[str, Any] = {} if order is None else {"order": order}
     path = out or Path(f"{stream}.png")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+    check_folder(path)
     with tempfile.TemporaryDirectory() as folder:
         if stream == "pose":
             # A short stream of its own, drawn now: the same objects, cameras and first images.

@@ -23,6 +23,7 @@ from metaleader.learners.start import Model, check_integer, initial_module
 from metaleader.learners.state import load_learner, load_state, save_learner
 from metaleader.learners.together import update_together
 from metaleader.losses import Loss
+from metaleader.machine import check_device
 from metaleader.network import Network, Statistics, scale_uint8
 from metaleader.objective import Adaptation, Objective, without_rates
 from metaleader.precision import exact_convolutions
@@ -80,8 +81,7 @@ class Learner(ABC):
         self.clip = clip
         self.seed = seed
         self.device = torch.device(device)
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device {str(device)!r} is not there: torch finds no CUDA device; use cpu")
+        check_device(self.device)
         self._model = model
         self._hyperparameters: dict[str, Any] = {
             "meta_lr": meta_lr if isinstance(meta_lr, int | float) else [list(pair) for pair in meta_lr],
