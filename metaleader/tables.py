@@ -63,7 +63,7 @@ def readings_table(runs: Sequence[Exhibit]) -> str:
     if not suffixes and not new:
         return ""
     own_steps = runs[0].preset.steps[0] if runs[0].preset else 5
-    headers = ["method", *(["run"] if len(runs) > 1 else []), "datapoints", f"{own_steps} steps (the paper's)"]
+    headers = ["method", *(["run"] if len(runs) > 1 else []), "datapoints", f"{own_steps} steps (the records' own)"]
     headers += [name for _, name in suffixes] + (["new datapoints"] if new else [])
     rows = []
     for method, run, _ in _methods(runs):

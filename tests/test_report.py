@@ -146,7 +146,7 @@ def test_both_readings_of_batch_norm_and_all_numbers_of_steps_are_shown(page):
         "method",
         "run",
         "datapoints",
-        "5 steps (the paper's)",
+        "5 steps (the records' own)",
         "1 step",
         "10 steps",
         "batch norm by D_t",
