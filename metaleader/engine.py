@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from metaleader.chain import Chain, ChainGradient, Plan, find_chain
 from metaleader.compiled import CompiledGradient, check_curvature, compiling
@@ -109,7 +109,7 @@ class Engine:
         objective: Objective,
         steps: Callable[[dict[str, Tensor]], OuterSteps],
         tensors: dict[str, Tensor],
-        lrs: tuple[float, ...],
+        lr: float,
         support: Any,
         query: Any,
     ) -> tuple[dict[str, Tensor], Tensor]:
@@ -119,21 +119,19 @@ class Engine:
             objective: what they minimise.
             steps: makes the outer steps, which change tensors in place; one object for one kind of them.
             tensors: that they begin with; they stay as they are.
-            lrs: the outer step size of each update.
+            lr: the outer step size.
             support: (replicas, updates, tasks, ...).
             query: likewise.
 
         Returns:
             The tensors after the updates; losses and norms of the gradients, (updates, 2, replicas).
         """
-        inputs = (tensors, support, query)
-        first, asked = tree_map(lambda leaf: leaf[:, 0], (support, query))
-        return self._run(
-            (objective, steps, lrs),
-            inputs,
-            lambda: _Several(self._gradient_program(objective, tensors["flat"], first, asked, None), steps, lrs),
-            decides=False,
-        )
+
+        def make() -> _Several:
+            first, asked = tree_map(lambda leaf: leaf[:, 0], (support, query))
+            return _Several(self._gradient_program(objective, tensors["flat"], first, asked, None), steps, lr)
+
+        return self._run((objective, steps, lr), (tensors, support, query), make)
 
     @torch.no_grad()
     def predictions(
@@ -282,17 +280,17 @@ class _Several:
         self,
         gradient: Callable[..., tuple[Tensor, Tensor]],
         steps: Callable[[dict[str, Tensor]], OuterSteps],
-        lrs: tuple[float, ...],
+        lr: float,
     ) -> None:
-        self._gradient, self._steps, self._lrs = gradient, steps, lrs
+        self._gradient, self._steps, self._lr = gradient, steps, lr
 
     def __call__(self, tensors: dict[str, Tensor], support: Any, query: Any) -> tuple[dict[str, Tensor], Tensor]:
         outer = self._steps({name: value.clone() for name, value in tensors.items()})
         watched = []
-        for i, lr in enumerate(self._lrs):
+        for i in range(tree_leaves(query)[0].shape[1]):
             of_one = tree_map(lambda leaf: leaf[:, i], (support, query))  # noqa: B023
             found, gradients = self._gradient(outer.flat, *of_one, None)
-            outer.descend(gradients, found[1], lr)
+            outer.descend(gradients, found[1], self._lr)
             watched.append(found)
         return outer.tensors, torch.stack(watched)
 

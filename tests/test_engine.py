@@ -212,19 +212,26 @@ def spied(kind: Any, made: list[Any]) -> Any:
     return make
 
 
-def test_an_update_of_several_that_fails_leaves_the_learners(
-    quick_compiler: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = learner(Engine("compiled"), model=mlp, kind=ml.TOE)
-    one.update(3)
-    before = one.state_dict()
-    one.observe(
-        torch.full((2, *IMAGE), 1e308, dtype=torch.float64), oracles.labels("inf", CLASSES, 2), update=False
-    )
+def test_an_update_of_several_that_fails_leaves_the_learner(quick_compiler: None) -> None:
+    made = [learner(Engine("compiled"), model=mlp, kind=ml.TOE) for _ in range(2)]
+    for one in made:
+        one.update(3)
+        x = torch.full((2, *IMAGE), 1e308, dtype=torch.float64)
+        one.observe(x, oracles.labels("large", CLASSES, 2), update=False)
     with pytest.raises(ValueError, match="is not finite at update"):
-        one.update(13)
-    assert not differences(before["params"], one.state_dict()["params"])
-    assert one.step == 3
+        made[0].update(13)
+    assert not differences(made[0].state_dict(), made[1].state_dict())
+
+
+@pytest.mark.parametrize("kind", [ml.TOE, ml.FTL, ml.Scratch])
+def test_a_learner_whose_network_does_not_compile_goes_on_eagerly(quick_compiler: None, kind: Any) -> None:
+    engine = Engine("compiled")
+    model = lambda: Unruly().double()  # noqa: E731
+    found, expected = learner(engine, model, kind), learner(Engine("eager"), model, kind)
+    found.update(13)
+    expected.update(13)
+    assert engine.mode == "eager"
+    assert not differences(found.state_dict(), expected.state_dict())
 
 
 def test_learners_with_schedules_of_their_own_side_by_side() -> None:

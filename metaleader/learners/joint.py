@@ -88,9 +88,10 @@ class Joint:
         """All that a step changes."""
         return self._steps.tensors
 
-    def lrs(self, numbers: Sequence[int]) -> tuple[float, ...]:
-        """The step sizes of some updates."""
-        return tuple(self._outers[0].lr(number) for number in numbers)
+    def lr(self, numbers: Sequence[int]) -> float | None:
+        """The step size of some updates; None where it changes among them."""
+        found = {self._outers[0].lr(number) for number in numbers}
+        return found.pop() if len(found) == 1 else None
 
     def descend(self, gradients: Tensor, norms: Tensor, number: int) -> None:
         """Take one step down gradients of known norms."""

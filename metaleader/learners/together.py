@@ -59,12 +59,12 @@ def _run_updates(learners: Sequence[Learner], outer: Joint | Apart, numbers: ran
         batches = [_stack(list(trees)) for trees in zip(*pairs, strict=True)]
         noise = None if noises[0] is None else torch.stack([noise[part] for noise in noises if noise is not None])
         if isinstance(outer, Joint) and noise is None and lead._engine.takes_several(lead._objective):
-            several = lead._engine.updates(
-                lead._objective, outer.make, outer.tensors, outer.lrs(numbers[part]), *batches
-            )
-            outer.go_on_from(several[0])
-            watched += several[1]
-            continue
+            lr = outer.lr(numbers[part])
+            if lr is not None:
+                tensors, found = lead._engine.updates(lead._objective, outer.make, outer.tensors, lr, *batches)
+                outer.go_on_from(tensors)
+                watched += found
+                continue
         for i, (support, query) in enumerate(_apart(batches)):
             own = None if noise is None else noise[:, i]
             found, gradients = lead._engine.flat_gradient(lead._objective, outer.flat, support, query, own)
