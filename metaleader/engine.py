@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from metaleader.chain import Chain, ChainGradient, Plan, find_chain
 from metaleader.compiled import CompiledGradient, check_curvature, compiling
@@ -98,6 +98,40 @@ class Engine:
         """
         inputs = (flat, support, query, noise)
         return self._run(objective, inputs, lambda: self._gradient_program(objective, *inputs))
+
+    def takes_several(self, objective: Objective) -> bool:
+        """Whether `updates` is the way: where nothing is adapted, one update is so short that its calls are longest."""
+        return self.mode != "eager" and objective.inner_steps == 0
+
+    @torch.no_grad()
+    def updates(
+        self,
+        objective: Objective,
+        steps: Callable[[dict[str, Tensor]], OuterSteps],
+        tensors: dict[str, Tensor],
+        lr: float,
+        support: Any,
+        query: Any,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Several updates of all learners, outer steps included, as one program.
+
+        Args:
+            objective: what they minimise.
+            steps: makes the outer steps, which change tensors in place; one object for one kind of them.
+            tensors: that they begin with; they stay as they are.
+            lr: the outer step size.
+            support: (replicas, updates, tasks, ...).
+            query: likewise.
+
+        Returns:
+            The tensors after the updates; losses and norms of the gradients, (updates, 2, replicas).
+        """
+
+        def make() -> _Several:
+            first, asked = tree_map(lambda leaf: leaf[:, 0], (support, query))
+            return _Several(self._gradient_program(objective, tensors["flat"], first, asked, None), steps, lr)
+
+        return self._run((objective, steps, lr), (tensors, support, query), make)
 
     @torch.no_grad()
     def predictions(
@@ -222,6 +256,43 @@ class _Flat:
         losses, gradients = self._program(self._form.named(flat), support, query, noise)
         found = self._form.flat(gradients)
         return torch.stack([losses, torch.linalg.vector_norm(found, dim=1)]), found
+
+
+class OuterSteps(Protocol):
+    """Outer steps that change tensors in place, the flat parameters among them."""
+
+    flat: Tensor
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a step changes."""
+        ...
+
+    def descend(self, gradients: Tensor, norms: Tensor, lr: float) -> None:
+        """Take one step down gradients of known norms."""
+        ...
+
+
+class _Several:
+    """Several updates, one after the other."""
+
+    def __init__(
+        self,
+        gradient: Callable[..., tuple[Tensor, Tensor]],
+        steps: Callable[[dict[str, Tensor]], OuterSteps],
+        lr: float,
+    ) -> None:
+        self._gradient, self._steps, self._lr = gradient, steps, lr
+
+    def __call__(self, tensors: dict[str, Tensor], support: Any, query: Any) -> tuple[dict[str, Tensor], Tensor]:
+        outer = self._steps({name: value.clone() for name, value in tensors.items()})
+        watched = []
+        for i in range(tree_leaves(query)[0].shape[1]):
+            of_one = tree_map(lambda leaf: leaf[:, i], (support, query))  # noqa: B023
+            found, gradients = self._gradient(outer.flat, *of_one, None)
+            outer.descend(gradients, found[1], self._lr)
+            watched.append(found)
+        return outer.tensors, torch.stack(watched)
 
 
 class _Eager:

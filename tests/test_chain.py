@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metaleader as ml
+from metaleader import engine as engine_module
 from metaleader import passes as passes_module
 from metaleader.chain import ChainGradient, Plan, find_chain
 from metaleader.chain import gradient as gradient_module
@@ -595,13 +596,13 @@ def test_kernels_on_the_gpu(images: int, cuda: torch.device) -> None:
         compare_passes(model().to(cuda), size, TritonPasses, cuda, images)
 
 
-def learners(engine: Engine, device: torch.device, seeds: int, **options: Any) -> list[ml.Learner]:
+def learners(engine: Engine, device: torch.device, seeds: int, kind: Any = ml.FTML, **options: Any) -> list[ml.Learner]:
     found = []
-    options |= {"support": 5, "query": 5, "tasks_per_step": 6}
+    options |= {"query": 5, "tasks_per_step": 6} | ({"support": 5} if kind is ml.FTML else {})
     for seed in range(seeds):
         model = functools.partial(ml.models.conv_net, 3, 12, 3, filters=16, layers=3)
         loss = functools.partial(ml.losses.cross_entropy, smoothing=0.1)
-        one = ml.FTML(model, loss, seed=seed, device=device, engine=engine, **options)
+        one = kind(model, loss, seed=seed, device=device, engine=engine, **options)
         for t in range(4):
             one.begin(f"task {t}")
             x = (oracles.normal(f"chain {seed} {t}", 12, 3, 12, 12, dtype=torch.float32) * 255).byte()
@@ -615,6 +616,14 @@ GPU: dict[str, dict[str, Any]] = {
     "one learner": {"seeds": 1},
     "last layer": {"seeds": 2, "only": "last"},
     "learned step sizes": {"seeds": 2, "learn_lr": True, "every_step": True},
+    "toe": {"seeds": 1, "kind": ml.TOE},
+    "from scratch": {
+        "seeds": 2,
+        "kind": ml.Scratch,
+        "optimizer": "sgd",
+        "clip": 0.05,
+        "meta_lr": [(0, 0.01), (14, 0.003)],
+    },
 }
 
 
@@ -626,8 +635,14 @@ def test_gpu_runs_repeat_bit_for_bit_and_agree_with_the_cpu(options: dict[str, A
     for mode, device in [*modes, ("eager", torch.device("cpu"))]:
         engine = Engine(mode, device=device)
         run = learners(engine, device, **options)
-        update_together(run, 4)
+        plain = "kind" in options
+        update_together(run, 13 if plain else 4)
         assert engine.mode == mode, "the engine fell back"
+        if plain and mode == "captured":
+            assert any(
+                isinstance(getattr(made, "_program", None), engine_module._Several)
+                for made in engine._programs.values()
+            )
         runs.append(run)
     for first, again, eager, slow in zip(*runs, strict=True):
         for name, value in first._outer.params.items():

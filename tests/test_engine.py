@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_map
 
 import metaleader as ml
 from metaleader import compiled as compiled_module
+from metaleader import engine as engine_module
+from metaleader.checks.trees import differences
 from metaleader.engine import Engine, Mode
 from metaleader.learners import update_together
 from metaleader.network import Network
@@ -165,6 +167,71 @@ def test_outer_steps_side_by_side_equal_those_alone(options: dict[str, Any]) -> 
         update_together(learners[:1])
         update_together(learners[1:])
     assert_same(found, alone, 1e-10)
+
+
+SEVERAL: dict[str, dict[str, Any]] = {
+    "toe": {"kind": ml.TOE},
+    "ftl, a schedule": {"kind": ml.FTL, "meta_lr": [(0, 0.01), (4, 0.003), (11, 0.001)]},
+    "from scratch, momentum, clipped": {"kind": ml.Scratch, "optimizer": "sgd", "clip": 0.05},
+}
+
+
+@pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL.keys())
+def test_several_updates_as_one_program_are_the_same(
+    quick_compiler: None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also across tasks, and with a number of updates that is no multiple of those gathered at once."""
+    runs = []
+    for several in (True, False):
+        made: list[Any] = []
+        engine = Engine("compiled")
+        with monkeypatch.context() as patch:
+            if not several:
+                patch.setattr(Engine, "takes_several", lambda self, objective: False)
+            patch.setattr(engine_module, "_Several", spied(engine_module._Several, made))
+            both = [learner(engine, seed=seed, model=mlp, **options) for seed in range(2)]
+            for _ in range(2):
+                update_together(both, 13)
+                for one in both:
+                    one.begin("another")
+                    one.observe(
+                        oracles.normal("another", 5, *IMAGE), oracles.labels("another", CLASSES, 5), update=False
+                    )
+        assert engine.mode == "compiled"
+        assert bool(made) == several
+        runs.append(both)
+    for one, other in zip(*runs, strict=True):
+        assert not differences(one.state_dict(), other.state_dict())
+
+
+def spied(kind: Any, made: list[Any]) -> Any:
+    def make(*given: Any) -> Any:
+        made.append(kind(*given))
+        return made[-1]
+
+    return make
+
+
+def test_an_update_of_several_that_fails_leaves_the_learner(quick_compiler: None) -> None:
+    made = [learner(Engine("compiled"), model=mlp, kind=ml.TOE) for _ in range(2)]
+    for one in made:
+        one.update(3)
+        x = torch.full((2, *IMAGE), 1e308, dtype=torch.float64)
+        one.observe(x, oracles.labels("large", CLASSES, 2), update=False)
+    with pytest.raises(ValueError, match="is not finite at update"):
+        made[0].update(13)
+    assert not differences(made[0].state_dict(), made[1].state_dict())
+
+
+@pytest.mark.parametrize("kind", [ml.TOE, ml.FTL, ml.Scratch])
+def test_a_learner_whose_network_does_not_compile_goes_on_eagerly(quick_compiler: None, kind: Any) -> None:
+    engine = Engine("compiled")
+    model = lambda: Unruly().double()  # noqa: E731
+    found, expected = learner(engine, model, kind), learner(Engine("eager"), model, kind)
+    found.update(13)
+    expected.update(13)
+    assert engine.mode == "eager"
+    assert not differences(found.state_dict(), expected.state_dict())
 
 
 def test_learners_with_schedules_of_their_own_side_by_side() -> None:
@@ -424,7 +491,7 @@ GPU: dict[str, dict[str, Any]] = {
     "first order": {"first_order": True},
     "chunk": {"chunk": 3},
     "dropout": {"model": dropout_net},
-    "toe": {"kind": ml.TOE},
+    "toe": {"kind": ml.TOE, "meta_steps": 13},
     "learned step sizes, every step counts": {"learn_lr": True, "every_step": True},
 }
 
@@ -450,9 +517,10 @@ def test_devices_agree(cuda: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", [ml.FTML, ml.TOE])
 @pytest.mark.parametrize("mode", ["eager", "captured"])
-def test_repeat_and_resume_are_bit_identical(mode: Mode, cuda: torch.device) -> None:
-    options: dict[str, Any] = {"model": functools.partial(conv_net, torch.float32), "device": cuda}
+def test_repeat_and_resume_are_bit_identical(mode: Mode, kind: Any, cuda: torch.device) -> None:
+    options: dict[str, Any] = {"model": functools.partial(conv_net, torch.float32), "device": cuda, "kind": kind}
     first, again, resumed = (learner(Engine(mode, device=cuda), **options) for _ in range(3))
     first.update(6)
     again.update(6)

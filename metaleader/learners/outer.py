@@ -82,13 +82,9 @@ class Outer:
         """Pairs of (from update, step size), and the update that they count from."""
         return self._schedule, self._schedule_start
 
-    def clipped(self, gradient: Tensor, norm: Tensor) -> Tensor:
-        """A gradient of known norm, scaled down where it is too long."""
-        return gradient if self.clip is None else gradient * torch.clamp(self.clip / (norm + 1e-12), max=1.0)
-
     def descend(self, gradient: Tensor, norm: Tensor, number: int) -> None:
         """Take one step down a flat gradient of known norm; `step` is counted by the caller, once for many updates."""
-        gradient, tensors = self.clipped(gradient, norm), self._tensors()
+        gradient, tensors = clipped(gradient, norm, self.clip), self._tensors()
         gradients = self._form.named(gradient).values() if self.flat is None else [gradient]
         for tensor, value in zip(tensors, gradients, strict=True):
             tensor.grad = value
@@ -167,6 +163,11 @@ class Outer:
             group.update(saved)
         self._optimizer.load_state_dict(whole)
         self.step, self._schedule_start = state["step"], state["schedule_start"]
+
+
+def clipped(gradient: Tensor, norm: Tensor, clip: float | None) -> Tensor:
+    """A gradient of known norm, scaled down where it is too long."""
+    return gradient if clip is None else gradient * torch.clamp(clip / (norm + 1e-12), max=1.0)
 
 
 def _checked_schedule(meta_lr: Schedule) -> list[tuple[int, float]]:

@@ -53,17 +53,23 @@ def _run_updates(learners: Sequence[Learner], outer: Joint | Apart, numbers: ran
     lead = learners[0]
     noises = [learner._noise(numbers, lead.tasks_per_step) for learner in learners]
     watched: list[Tensor] = []
-    batches: list[Any] = []
-    for i, number in enumerate(numbers):
-        if i % _GATHERED == 0:
-            part = slice(i, i + _GATHERED)
-            pairs = [learner._gather(draw.at(part)) for learner, draw in zip(learners, draws, strict=True)]
-            batches = _apart([_stack(list(trees)) for trees in zip(*pairs, strict=True)])
-        noise = None if noises[0] is None else torch.stack([noise[i] for noise in noises if noise is not None])
-        support, query = batches[i % _GATHERED]
-        found, gradients = lead._engine.flat_gradient(lead._objective, outer.flat, support, query, noise)
-        outer.descend(gradients, found[1], number)
-        watched.append(found)
+    for start in range(0, len(numbers), _GATHERED):
+        part = slice(start, start + _GATHERED)
+        pairs = [learner._gather(draw.at(part)) for learner, draw in zip(learners, draws, strict=True)]
+        batches = [_stack(list(trees)) for trees in zip(*pairs, strict=True)]
+        noise = None if noises[0] is None else torch.stack([noise[part] for noise in noises if noise is not None])
+        if isinstance(outer, Joint) and noise is None and lead._engine.takes_several(lead._objective):
+            lr = outer.lr(numbers[part])
+            if lr is not None:
+                tensors, found = lead._engine.updates(lead._objective, outer.make, outer.tensors, lr, *batches)
+                outer.go_on_from(tensors)
+                watched += found
+                continue
+        for i, (support, query) in enumerate(_apart(batches)):
+            own = None if noise is None else noise[:, i]
+            found, gradients = lead._engine.flat_gradient(lead._objective, outer.flat, support, query, own)
+            outer.descend(gradients, found[1], numbers[start + i])
+            watched.append(found)
     # The one point where the host waits for the device.
     finite = torch.isfinite(torch.stack(watched)).all(1).cpu()
     if not bool(finite.all()):
