@@ -130,6 +130,7 @@ def rainbow_mnist(schedule: Schedule) -> Preset:
         stream=lambda seed, data: make_stream("rainbow-mnist", seed, data),
         model=lambda: models.conv_net(10),
         common={},
+        tuned={"toe": {"meta_lr": 1e-2}, "scratch": {"meta_lr": 1e-2}},
         tasks=8 if quick else 56,
         meta_steps={"standard": 10, "paper": 50, "quick": 2}[schedule],
         reveal=20,
@@ -184,6 +185,7 @@ def pose(schedule: Schedule) -> Preset:
     quick = schedule == "quick"
     num_tasks, reveals = (4, 3) if quick else (90, 20)
     meta_steps = {"standard": 10, "paper": 50, "quick": 2}[schedule]
+    steps: dict[str, Any] = {"meta_lr": 3e-3, "inner_lr": 0.03, "clip": 1.0}  # without clip, a loss came out infinite
     return Preset(
         summary="the paper's object pose in MuJoCo: 90 views, 64x64; draws its images once",
         stream=lambda seed, data: make_stream("pose", seed, data),
@@ -191,12 +193,12 @@ def pose(schedule: Schedule) -> Preset:
         model=functools.partial(models.pose_net, dense_norm=False),
         loss=losses.squared_error,
         methods={
-            "ftml": FTML,
+            "ftml": functools.partial(FTML, **steps),
             "ftl": functools.partial(FTL, inner_lr=0.03),
             "toe": functools.partial(TOE, meta_lr=1e-2),
             "scratch": functools.partial(Scratch, meta_lr=3e-3),
         },
-        extras=_plus(num_tasks * reveals * meta_steps),
+        extras=_plus(num_tasks * reveals * meta_steps, **steps),
         tasks=num_tasks,
         meta_steps=meta_steps,
         reveal=20,
@@ -210,23 +212,30 @@ def pose(schedule: Schedule) -> Preset:
     )
 
 
-def _classification(model: Callable[[], nn.Module], common: dict[str, Any], **fields: Any) -> Preset:
+def _classification(
+    model: Callable[[], nn.Module],
+    common: dict[str, Any],
+    tuned: dict[str, dict[str, Any]] | None = None,
+    **fields: Any,
+) -> Preset:
+    """Presets of one network with all methods; `tuned` has what a method has for itself."""
+    ftl, toe, scratch = (common | (tuned or {}).get(name, {}) for name in ("ftl", "toe", "scratch"))
     return Preset(
         model=model,
         loss=functools.partial(losses.cross_entropy, smoothing=0.1),
         methods={
             "ftml": functools.partial(FTML, **common),
             "ftml-last": functools.partial(FTML, **common, only="last"),
-            "ftl": functools.partial(FTL, **common),
-            "toe": functools.partial(TOE, **common),
-            "scratch": functools.partial(Scratch, **common),
+            "ftl": functools.partial(FTL, **ftl),
+            "toe": functools.partial(TOE, **toe),
+            "scratch": functools.partial(Scratch, **scratch),
         },
         extras={
             "ftml-first": functools.partial(FTML, **common, first_order=True),
             # A meta-update with five inner steps takes six gradients and five Hessian-vector products of two each.
-            "ftl-matched": functools.partial(_with_more_updates(FTL), **common, factor=16),
-            "toe-matched": functools.partial(_with_more_updates(TOE), **common, factor=16),
-            "scratch-long": functools.partial(_with_more_updates(Scratch), **common, factor=5),
+            "ftl-matched": functools.partial(_with_more_updates(FTL), **ftl, factor=16),
+            "toe-matched": functools.partial(_with_more_updates(TOE), **toe, factor=16),
+            "scratch-long": functools.partial(_with_more_updates(Scratch), **scratch, factor=5),
             **_plus(fields["tasks"] * fields["reveals"] * fields["meta_steps"], **common),
         },
         error_name="error",
