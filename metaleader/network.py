@@ -147,8 +147,8 @@ class Network:
     def check(self, params: Params, batch: Batch, where: str) -> None:
         """Refuse datapoints that the module or the loss cannot take, before anything is kept.
 
-        Rows of a new shape are tried on two of them, the second-order computation too, which finds modules that cannot
-        be made functional.
+        Rows of a new shape are tried on two of them (or one twice: alone, a number looks like a row), the second-order
+        computation too, which finds modules that cannot be made functional.
         """
         for leaf in tree_leaves(batch.x):
             dtype = next(iter(params.values())).dtype
@@ -160,7 +160,7 @@ class Network:
             # On a copy: a module that changes itself must not leave a trace.
             module, self.module = self.module, copy.deepcopy(self.module)
             try:
-                self._try(params, rows(batch, slice(0, 2)), where)
+                self._try(params, rows(batch, torch.arange(2, device=num_device(batch)) % num_rows(batch)), where)
             finally:
                 self.module = module
         if not takes_labels(self.loss):

@@ -425,6 +425,14 @@ def test_bad_data_or_loss(loss: Any, x: Tensor, y: Tensor, message: str):
         network.check(network.params(), Batch(x, y), "observe")
 
 
+def test_one_number_is_no_row():
+    """Alone it would pass for the one feature of one datapoint."""
+    network = Network(nn.Linear(1, 1), losses.squared_error)
+    with pytest.raises(ValueError, match=r"the model fails on x with rows of float32\[\]"):
+        network.check(network.params(), Batch(torch.zeros(1), torch.zeros(1)), "observe")
+    network.check(network.params(), Batch(torch.zeros(1, 1), torch.zeros(1, 1)), "observe")
+
+
 @pytest.mark.parametrize(("output", "got"), [(lambda x: (x,), "tuple"), (lambda x: x.sum(0), r"\(3,\)")])
 def test_a_model_must_return_one_row_a_datapoint(output: Callable[[Tensor], Any], got: str):
     class Strange(nn.Linear):
