@@ -640,7 +640,7 @@ def test_gpu_runs_repeat_bit_for_bit_and_agree_with_the_cpu(options: dict[str, A
         assert engine.mode == mode, "the engine fell back"
         if plain and mode == "captured":
             assert any(
-                isinstance(getattr(made, "_program", None), engine_module._Several)
+                isinstance(getattr(made, "_program", None), engine_module.SeveralUpdates)
                 for made in engine._programs.values()
             )
         runs.append(run)

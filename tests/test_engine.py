@@ -188,7 +188,7 @@ def test_several_updates_as_one_program_are_the_same(
         with monkeypatch.context() as patch:
             if not several:
                 patch.setattr(Engine, "takes_several", lambda self, objective: False)
-            patch.setattr(engine_module, "_Several", spied(engine_module._Several, made))
+            patch.setattr(engine_module, "SeveralUpdates", spied(engine_module.SeveralUpdates, made))
             both = [learner(engine, seed=seed, model=mlp, **options) for seed in range(2)]
             for _ in range(2):
                 update_together(both, 13)
