@@ -1,4 +1,4 @@
-"""Settings of one method tried on streams of their own seeds, as the methods of pose were tuned.
+"""Settings of one method tried on streams of their own seeds, as those of pose and Rainbow MNIST were tuned.
 
     python examples/tune.py pose ftl --seed 100 --seeds 3 --tasks 20 inner_lr=0.01 inner_lr=0.03,meta_lr=3e-3
 

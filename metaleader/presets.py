@@ -1,4 +1,4 @@
-"""Presets as functions: what each experiment fixes, with the settings tuned for every method.
+"""Presets as functions: what each experiment fixes, with each method's settings.
 
 Schedules: "standard" makes 10 meta-updates a reveal (sinusoid 50), "paper" as many as the authors, "quick" is for a
 first look within minutes on two cores.
@@ -34,7 +34,7 @@ class Preset:
         stream: makes the stream of a seed, given the data folder.
         model: builds the network.
         loss: what is learned.
-        methods: for each method, the function that makes its learner, with the settings tuned for it.
+        methods: for each method, the function that makes its learner, with its settings.
         extras: methods that are run only when named.
         tasks: the number of tasks played.
         meta_steps: updates a reveal.
@@ -287,5 +287,5 @@ TIMES: dict[tuple[str, Schedule], str] = {
 }
 MACHINES = {
     "CPU": "2 cores of an AMD EPYC (shared virtual machine), torch 2.13.0, 2026-11-16",
-    "H200": "one NVIDIA H200, the methods as four processes at once (CUDA MPS), torch 2.11.0, 2026-11-16",
+    "H200": "one NVIDIA H200, methods as four processes at once (CUDA MPS), before tuning, torch 2.11.0, 2026-11-16",
 }

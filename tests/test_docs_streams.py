@@ -24,6 +24,6 @@ def test_every_stream_and_data_set_is_there():
 
 def test_figures_and_links_are_there():
     links = re.findall(r"\]\(((?!https:).*?)\)", TEXT)
-    assert len(links) == 6
+    assert len(links) == 7
     assert all((PAGE.parent / link).is_file() for link in links)
     assert all((PAGE.parent / link).stat().st_size < 150_000 for link in links)
