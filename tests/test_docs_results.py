@@ -426,11 +426,28 @@ def test_equal_compute_the_tables_are_those_of_the_records():
 
 def test_the_front_page_has_the_headlines(pose, cifar):
     readme = (DOCS.parent / "README.md").read_text()
-    for method in ("ftml", "toe", "scratch"):
-        mean, error = over_seeds(of(pose, method, 60, POSE_LATE), lambda r: float(r["loss"]))
-        assert f"{LABELS[method]} {mean:.3f} ± {error:.3f}" in readme
-        mean, error = over_seeds(of(cifar, method, 50, CIFAR_LATE), lambda r: 100 * float(r["accuracy"]))
-        assert method == "toe" or f"{LABELS[method]} {mean:.1f} ± {error:.1f} %" in readme
+    for records, size, rounds, form, value in (
+        (cifar, 50, CIFAR_LATE, "{:.1f} ± {:.1f}", lambda r: 100 * float(r["accuracy"])),
+        (cifar, 2000, CIFAR_LATE, "{:.1f} ± {:.1f}", lambda r: 100 * float(r["accuracy"])),
+        (pose, 60, POSE_LATE, "{:.3f} ± {:.3f}", lambda r: float(r["loss"])),
+        (pose, 400, POSE_LATE, "{:.3f} ± {:.3f}", lambda r: float(r["loss"])),
+    ):
+        found = [of(records, method, size, rounds) for method in ("ftml", "ftl", "toe", "scratch")]
+        cells = [form.format(*over_seeds(own, value)) if own else "" for own in found]
+        assert f"after {size:,}" in readme
+        assert f" | {' | '.join(cells)} |".replace("|  |", "| |") in readme
+
+
+def test_the_front_page_has_the_times_of_the_benchmark():
+    front, table = ((DOCS.parent / name).read_text() for name in ("README.md", "benchmarks/README.md"))
+    for time, row in (
+        ("2.68 ms", "25 tasks: gradient"),
+        ("4.99 ms", "3 seeds side by side"),
+        ("1,715 ms", "one task at a time"),
+        ("1,769 ms", "higher"),
+    ):
+        assert time in front
+        assert any(time in line and row in line for line in table.splitlines()), row
 
 
 @pytest.mark.parametrize("make", [tiny, tiny_nway])
