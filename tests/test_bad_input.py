@@ -305,6 +305,32 @@ def test_a_checkpoint_of_another_model(saved: Path, hidden: tuple[int, ...]) -> 
     assert not differences(before, learner.state_dict())
 
 
+def test_a_checkpoint_with_another_loss_preprocess_or_activation(tmp_path: Path) -> None:
+    """All shapes are the same, so only the numbers tell."""
+    net = lambda: ml.models.mlp(INPUTS, CLASSES, (5,))  # noqa: E731
+    learner = ml.FTML(net, ml.losses.cross_entropy, preprocess=torch.neg)
+    learner.begin("a")
+    x, y = torch.linspace(-2, 3, 4 * INPUTS).reshape(4, INPUTS), torch.arange(4) % CLASSES
+    learner.observe(x, y, update=False)
+    path = tmp_path / "leader.safetensors"
+    learner.save(path)
+    smooth = functools.partial(ml.losses.cross_entropy, smoothing=0.3)
+    tanh = net()
+    tanh.relu0 = nn.Tanh()
+    for model, loss, preprocess in (
+        (net, smooth, torch.neg),
+        (net, ml.losses.cross_entropy, torch.abs),
+        (tanh, ml.losses.cross_entropy, torch.neg),
+    ):
+        with pytest.raises(ValueError, match=r"was saved with a loss of .* on its latest datapoints, here it is"):
+            ml.FTML.load(path, model, loss, preprocess=preprocess)
+    loaded = ml.FTML.load(path, net, ml.losses.cross_entropy, preprocess=torch.neg)
+    # The way to another loss.
+    other = ml.FTML(net, smooth, preprocess=torch.neg)
+    other.load_state_dict(loaded.state_dict())
+    assert not differences(loaded.state_dict(), other.state_dict())
+
+
 @examples(st.data())
 def test_a_truncated_checkpoint(saved: Path, tmp_path: Path, data: Any) -> None:
     whole = saved.read_bytes()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from metaleader.buffer import TaskBuffer
 from metaleader.classes import ClassBuffer
 from metaleader.learners.start import Model
 from metaleader.losses import Loss
 from metaleader.network import scale_uint8
+from metaleader.precision import exact_convolutions
 from metaleader.store import load_tree, save_tree
+from metaleader.tasks import Batch, rows
 
 if TYPE_CHECKING:
     from metaleader.learners.base import Learner
@@ -56,7 +61,8 @@ def save_learner(learner: Learner, path: str | os.PathLike[str]) -> None:
     if learner._hyperparameters["preprocess"] is scale_uint8:
         given.remove("preprocess")
     tree = {"learner": type(learner).__name__, "hyperparameters": hyperparameters, "callables": given}
-    save_tree(path, tree | {"state": learner.state_dict()}, _FILE, _FILE_VERSION)
+    tree |= {"loss": _loss_of(learner), "state": learner.state_dict()}
+    save_tree(path, tree, _FILE, _FILE_VERSION)
 
 
 def load_learner(
@@ -65,8 +71,8 @@ def load_learner(
     """Build the learner of a file: `Learner.load`."""
     tree = load_tree(path, _FILE, _FILE_VERSION)
     try:
-        saved, hyperparameters, given, state = (
-            tree[key] for key in ("learner", "hyperparameters", "callables", "state")
+        saved, hyperparameters, given, before, state = (
+            tree[key] for key in ("learner", "hyperparameters", "callables", "loss", "state")
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
@@ -83,4 +89,22 @@ def load_learner(
     except TypeError as error:
         raise ValueError(f"{path} does not give a {kind.__name__} ({error}); use an intact copy") from error
     learner.load_state_dict(state)
+    now = _loss_of(learner)
+    if isinstance(before, float) and now is not None and not math.isclose(before, now, rel_tol=1e-3, abs_tol=1e-6):
+        raise ValueError(
+            f"{path} was saved with a loss of {before:.4g} on its latest datapoints, here it is {now:.4g}: pass the"
+            " model, the loss and the preprocess that it was saved with"
+        )
     return learner
+
+
+@torch.no_grad()
+def _loss_of(learner: Learner) -> float | None:
+    """The loss of a few datapoints of D_t, not adapted: by it another network, loss or preprocessing is found out."""
+    data = learner._buffer.current()
+    if data is None:
+        return None
+    few = Batch(*rows(data, slice(0, 8)))
+    with exact_convolutions():
+        prediction = learner._network.predict(learner.params, few.x, None, learner._classes())
+    return float(learner._network.mean_loss(prediction, few.y))
