@@ -122,7 +122,7 @@ class Engine:
             steps: makes the outer steps, which change tensors in place; one object for one kind of them.
             tensors: that they begin with; they stay as they are.
             lr: the outer step size.
-            support: (replicas, updates, tasks, ...).
+            support: (updates, replicas, tasks, ...).
             query: likewise.
 
         Returns:
@@ -130,7 +130,7 @@ class Engine:
         """
 
         def make() -> SeveralUpdates:
-            first, asked = tree_map(lambda leaf: leaf[:, 0], (support, query))
+            first, asked = tree_map(lambda leaf: leaf[0], (support, query))
             return SeveralUpdates(self._gradient_program(objective, tensors["flat"], first, asked, None), steps, lr)
 
         return self._run((objective, steps, lr), (tensors, support, query), make)

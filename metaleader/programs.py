@@ -60,8 +60,8 @@ class SeveralUpdates:
         """The tensors after the updates; losses and norms of each."""
         outer = self._steps({name: value.clone() for name, value in tensors.items()})
         watched = []
-        for i in range(tree_leaves(query)[0].shape[1]):
-            of_one = tree_map(lambda leaf: leaf[:, i], (support, query))  # noqa: B023
+        for i in range(len(tree_leaves(query)[0])):
+            of_one = tree_map(lambda leaf: leaf[i], (support, query))  # noqa: B023
             found, gradients = self._gradient(outer.flat, *of_one, None)
             outer.descend(gradients, found[1], self._lr)
             watched.append(found)

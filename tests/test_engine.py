@@ -212,6 +212,18 @@ def spied(kind: Any, made: list[Any]) -> Any:
     return make
 
 
+@pytest.mark.parametrize(("model", "seeds"), [(mlp, 1), (mlp, 2), (dropout_net, 1)])
+def test_nothing_is_compiled_again_for_another_number_of_updates(model: Any, seeds: int, quick_compiler: None) -> None:
+    engine = Engine("compiled")
+    learners = [learner(engine, model, seed=seed) for seed in range(seeds)]
+    update_together(learners, 1)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    for number in (3, 10, 13):
+        update_together(learners, number)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
 def test_an_update_of_several_that_fails_leaves_the_learner(quick_compiler: None) -> None:
     made = [learner(Engine("compiled"), model=mlp, kind=ml.TOE) for _ in range(2)]
     for one in made:

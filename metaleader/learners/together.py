@@ -56,8 +56,9 @@ def _run_updates(learners: Sequence[Learner], outer: Joint | Apart, numbers: ran
     for start in range(0, len(numbers), _GATHERED):
         part = slice(start, start + _GATHERED)
         pairs = [learner._gather(draw.at(part)) for learner, draw in zip(learners, draws, strict=True)]
-        batches = [_stack(list(trees)) for trees in zip(*pairs, strict=True)]
-        noise = None if noises[0] is None else torch.stack([noise[part] for noise in noises if noise is not None])
+        # Updates first: what one of them gets then looks the same however many there are, and is compiled once.
+        batches = [_stack(list(trees), 1) for trees in zip(*pairs, strict=True)]
+        noise = None if noises[0] is None else _stack([noise[part] for noise in noises if noise is not None], 1)
         if isinstance(outer, Joint) and noise is None and lead._engine.takes_several(lead._objective):
             lr = outer.lr(numbers[part])
             if lr is not None:
@@ -66,7 +67,7 @@ def _run_updates(learners: Sequence[Learner], outer: Joint | Apart, numbers: ran
                 watched += found
                 continue
         for i, (support, query) in enumerate(_apart(batches)):
-            own = None if noise is None else noise[:, i]
+            own = None if noise is None else noise[i]
             found, gradients = lead._engine.flat_gradient(lead._objective, outer.flat, support, query, own)
             outer.descend(gradients, found[1], numbers[start + i])
             watched.append(found)
@@ -106,13 +107,13 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
     return lead._engine.predictions(lead._network, how[0], steps, params, seen, _stack(list(xs)), chosen)
 
 
-def _stack(trees: list[Any]) -> Any:
+def _stack(trees: list[Any], dim: int = 0) -> Any:
     if len(trees) == 1:
-        return tree_map(lambda leaf: leaf[None], trees[0])
-    return tree_map(lambda *leaves: torch.stack(leaves), *trees)
+        return tree_map(lambda leaf: leaf.unsqueeze(dim), trees[0])
+    return tree_map(lambda *leaves: torch.stack(leaves, dim), *trees)
 
 
 def _apart(trees: list[Any]) -> list[Any]:
-    """Trees whose tensors are (learners, updates, ...), apart by update."""
+    """Trees whose tensors are (updates, learners, ...), apart by update."""
     leaves, form = tree_flatten(trees)
-    return [tree_unflatten(list(of_one), form) for of_one in zip(*(leaf.unbind(1) for leaf in leaves), strict=True)]
+    return [tree_unflatten(list(of_one), form) for of_one in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
