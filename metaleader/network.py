@@ -147,8 +147,8 @@ class Network:
     def check(self, params: Params, batch: Batch, where: str) -> None:
         """Refuse datapoints that the module or the loss cannot take, before anything is kept.
 
-        Rows of a new shape are tried on two of them (or one twice: alone, a number looks like a row), the second-order
-        computation too, which finds modules that cannot be made functional.
+        Rows of a new shape are tried on two of them (a single one twice, since a number alone looks like a row, and
+        alone), the second-order computation too, which finds modules that cannot be made functional.
         """
         for leaf in tree_leaves(batch.x):
             dtype = next(iter(params.values())).dtype
@@ -161,6 +161,8 @@ class Network:
             module, self.module = self.module, copy.deepcopy(self.module)
             try:
                 self._try(params, rows(batch, torch.arange(2, device=num_device(batch)) % num_rows(batch)), where)
+                if num_rows(batch) == 1:
+                    self._try_loss(params, Batch(batch.x, _safe_labels(batch.y, self.loss)), where)
             finally:
                 self.module = module
         if not takes_labels(self.loss):

@@ -6,6 +6,7 @@ The learners are shared between the examples of a test: each must find its learn
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -305,13 +306,22 @@ def test_a_checkpoint_of_another_model(saved: Path, hidden: tuple[int, ...]) -> 
     assert not differences(before, learner.state_dict())
 
 
-def test_a_checkpoint_with_another_loss_preprocess_or_activation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_checkpoint_with_another_loss_preprocess_or_activation(
+    begun: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """All shapes are the same, so only the numbers tell."""
+
+    def no_labels(prediction: Tensor, y: Tensor) -> Tensor:
+        raise RuntimeError("no labels")
+
     net = lambda: ml.models.mlp(INPUTS, CLASSES, (5,))  # noqa: E731
     learner = ml.FTML(net, ml.losses.cross_entropy, preprocess=torch.neg)
     learner.begin("a")
     x, y = torch.linspace(-2, 3, 4 * INPUTS).reshape(4, INPUTS), torch.arange(4) % CLASSES
     learner.observe(x, y, update=False)
+    if begun:
+        learner.begin("b")
     path = tmp_path / "leader.safetensors"
     learner.save(path)
     smooth = functools.partial(ml.losses.cross_entropy, smoothing=0.3)
@@ -321,14 +331,38 @@ def test_a_checkpoint_with_another_loss_preprocess_or_activation(tmp_path: Path)
         (net, smooth, torch.neg),
         (net, ml.losses.cross_entropy, torch.abs),
         (tanh, ml.losses.cross_entropy, torch.neg),
+        (net, no_labels, torch.neg),
     ):
-        with pytest.raises(ValueError, match=r"was saved with a loss of .* on its latest datapoints, here it is"):
-            ml.FTML.load(path, model, loss, preprocess=preprocess)
-    loaded = ml.FTML.load(path, net, ml.losses.cross_entropy, preprocess=torch.neg)
-    # The way to another loss.
-    other = ml.FTML(net, smooth, preprocess=torch.neg)
-    other.load_state_dict(loaded.state_dict())
-    assert not differences(loaded.state_dict(), other.state_dict())
+        caplog.clear()
+        ml.FTML.load(path, model, loss, preprocess=preprocess)
+        assert "was saved with a loss of " in caplog.text
+    assert "here it is not to be had (no labels)" in caplog.text
+    caplog.clear()
+    ml.FTML.load(path, net, ml.losses.cross_entropy, preprocess=torch.neg)
+    assert not caplog.text
+
+
+def test_no_file_is_lost_to_a_check(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A network that takes no single row, and parameters with which the loss is not finite."""
+
+    class Squeezed(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).squeeze()
+
+    path = tmp_path / "leader.safetensors"
+    learner = ml.TOE(lambda: Squeezed(INPUTS, CLASSES), ml.losses.cross_entropy)
+    learner.begin("one")
+    with pytest.raises(ValueError, match="observe"):
+        learner.observe(torch.ones(1, INPUTS), torch.ones(1, dtype=torch.int64), update=False)
+    learner.begin("two")
+    learner.observe(torch.ones(2, INPUTS), torch.ones(2, dtype=torch.int64), update=False)
+    learner.save(path)
+    with torch.no_grad():
+        learner.params["weight"].fill_(math.inf)
+    learner.save(path)
+    loaded = ml.TOE.load(path, lambda: Squeezed(INPUTS, CLASSES), ml.losses.cross_entropy)
+    assert torch.isinf(loaded.params["weight"]).all()
+    assert not caplog.text
 
 
 @examples(st.data())

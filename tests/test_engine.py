@@ -4,6 +4,7 @@ Most programs are compiled without generating code ("aot_eager"): dynamo, the ba
 same and a program takes seconds. A few tests go all the way through Inductor.
 """
 
+import copy
 import functools
 import logging
 from collections import OrderedDict
@@ -23,6 +24,7 @@ from metaleader import engine as engine_module
 from metaleader.checks.trees import differences
 from metaleader.engine import Engine, Mode
 from metaleader.learners import update_together
+from metaleader.learners.joint import Joint, outer_steps
 from metaleader.network import Network
 from metaleader.objective import Objective
 from metaleader.tasks import Batch
@@ -222,6 +224,23 @@ def test_nothing_is_compiled_again_for_another_number_of_updates(model: Any, see
     for number in (3, 10, 13):
         update_together(learners, number)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize(("pieces", "programs"), [(2, 2), (20, 1)])
+def test_a_program_for_each_of_a_few_step_sizes(pieces: int, programs: int, quick_compiler: None) -> None:
+    """With many of them, one for an update whatever its step size."""
+    engine = Engine("compiled")
+    schedule = [(2 * i, 0.01 / (i + 1)) for i in range(pieces)]
+    one = learner(engine, mlp, ml.TOE, meta_lr=schedule)
+    for _ in range(20):
+        one.update(2)
+    assert len(engine._programs) == programs
+
+
+def test_a_copied_learner_runs_beside_the_original(quick_compiler: None) -> None:
+    one = learner(Engine("compiled"), mlp, ml.TOE)
+    other = copy.deepcopy(one)
+    assert isinstance(outer_steps([one._outer, other._outer]), Joint)
 
 
 def test_an_update_of_several_that_fails_leaves_the_learner(quick_compiler: None) -> None:

@@ -629,6 +629,26 @@ def test_a_state_without_its_data_continues_where_the_data_was_observed_again(na
 # The contract, as the documentation shows it.
 
 
+class Counting(torch.optim.SGD):
+    """An optimiser of a user's own, with a list in its state."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("norms", []).append(float(p.grad.norm()))
+        super().step(closure)
+
+
+def test_a_state_does_not_change_with_its_learner() -> None:
+    learner = ml.TOE(lambda: ml.models.mlp(2, 1, (3,)), ml.losses.squared_error, optimizer=Counting)
+    learner.begin("a")
+    learner.observe(torch.ones(4, 2), torch.ones(4, 1), update=False)
+    learner.update(1)
+    state = learner.state_dict()
+    learner.update(2)
+    assert [len(values["norms"]) for values in state["optimizer"]["state"].values()] == [1] * 4
+
+
 def test_a_users_own_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -291,8 +291,8 @@ class Learner(ABC):
 
         Raises:
             FileNotFoundError: when there is no such file.
-            ValueError: for a truncated file, another learner, another model or another loss. To change the loss, load
-                with the old one, and pass the learner's `state_dict` to one with the new.
+            ValueError: for a truncated file, another learner or another model. Where only the numbers tell that model,
+                loss or preprocess are others than when it was saved, there is a warning.
         """
         return load_learner(cls, path, model, loss, callables)
 

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from metaleader.learners.outer import OptimizerFactory, Outer, clipped
 
+# Every step size has a program of its own; a schedule of more of them goes on update by update.
+_STEP_SIZES = 8
+
 
 def outer_steps(outers: Sequence[Outer]) -> Joint | Apart:
     """As one where that is the same: with an optimiser of the library's, which goes element by element."""
@@ -89,9 +92,9 @@ class Joint:
         return self._steps.tensors
 
     def lr(self, numbers: Sequence[int]) -> float | None:
-        """The step size of some updates; None where it changes among them."""
+        """The step size of some updates, to make a program with; None where it changes among them, or often."""
         found = {self._outers[0].lr(number) for number in numbers}
-        return found.pop() if len(found) == 1 else None
+        return found.pop() if len(found) == 1 and len(self._outers[0].schedule[0]) <= _STEP_SIZES else None
 
     def descend(self, gradients: Tensor, norms: Tensor, number: int) -> None:
         """Take one step down gradients of known norms."""

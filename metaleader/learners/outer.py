@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,10 +18,17 @@ Schedule = float | Sequence[tuple[int, float]]
 # Of (parameters, lr=...)
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
-_OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "adam": functools.partial(torch.optim.Adam, fused=True),
-    "sgd": functools.partial(torch.optim.SGD, momentum=0.9, fused=True),
-}
+
+def _adam(tensors: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(tensors, lr=lr, fused=True)
+
+
+def _sgd(tensors: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(tensors, lr=lr, momentum=0.9, fused=True)
+
+
+# Functions of the module: a copied or pickled learner has the same one, and runs beside the original.
+_OPTIMIZERS: dict[str, OptimizerFactory] = {"adam": _adam, "sgd": _sgd}
 
 
 class Outer:
@@ -133,7 +139,8 @@ class Outer:
                 "flat": self.flat is not None,
                 "state": {
                     str(i): {
-                        name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()
+                        name: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+                        for name, value in values.items()
                     }
                     for i, values in optimizer["state"].items()
                 },

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -14,7 +16,7 @@ from metaleader.classes import ClassBuffer
 from metaleader.learners.start import Model
 from metaleader.losses import Loss
 from metaleader.network import scale_uint8
-from metaleader.precision import exact_convolutions
+from metaleader.precision import tf32
 from metaleader.store import load_tree, save_tree
 from metaleader.tasks import Batch, rows
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from metaleader.learners.base import Learner
 
 L = TypeVar("L", bound="Learner")
+
+_log = logging.getLogger("metaleader")
 
 _FILE, _FILE_VERSION = "metaleader-learner", 1
 # The callables among the hyperparameters: they are not saved, and must be passed again to `load`.
@@ -61,8 +65,10 @@ def save_learner(learner: Learner, path: str | os.PathLike[str]) -> None:
     if learner._hyperparameters["preprocess"] is scale_uint8:
         given.remove("preprocess")
     tree = {"learner": type(learner).__name__, "hyperparameters": hyperparameters, "callables": given}
-    tree |= {"loss": _loss_of(learner), "state": learner.state_dict()}
-    save_tree(path, tree, _FILE, _FILE_VERSION)
+    found = None
+    with contextlib.suppress(Exception):  # no file is lost to a check
+        found = _loss_of(learner)
+    save_tree(path, tree | {"loss": found, "state": learner.state_dict()}, _FILE, _FILE_VERSION)
 
 
 def load_learner(
@@ -71,8 +77,8 @@ def load_learner(
     """Build the learner of a file: `Learner.load`."""
     tree = load_tree(path, _FILE, _FILE_VERSION)
     try:
-        saved, hyperparameters, given, before, state = (
-            tree[key] for key in ("learner", "hyperparameters", "callables", "loss", "state")
+        saved, hyperparameters, given, state = (
+            tree[key] for key in ("learner", "hyperparameters", "callables", "state")
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
@@ -89,22 +95,39 @@ def load_learner(
     except TypeError as error:
         raise ValueError(f"{path} does not give a {kind.__name__} ({error}); use an intact copy") from error
     learner.load_state_dict(state)
-    now = _loss_of(learner)
-    if isinstance(before, float) and now is not None and not math.isclose(before, now, rel_tol=1e-3, abs_tol=1e-6):
-        raise ValueError(
-            f"{path} was saved with a loss of {before:.4g} on its latest datapoints, here it is {now:.4g}: pass the"
-            " model, the loss and the preprocess that it was saved with"
-        )
+    _compare_losses(path, tree.get("loss"), learner)
     return learner
+
+
+def _compare_losses(path: str | os.PathLike[str], before: Any, learner: Learner) -> None:
+    """Warn where the loss of the latest datapoints is another than when the file was written."""
+    if not isinstance(before, float) or not math.isfinite(before):
+        return
+    precision = torch.finfo(next(iter(learner.params.values())).dtype).eps
+    try:
+        now = _loss_of(learner)
+        told = None if now is None else f"{now:.4g}"
+        same = now is None or math.isclose(before, now, rel_tol=max(1e-3, 4 * precision), abs_tol=1e-6)
+    except Exception as error:  # a network or a loss of the user's own
+        told, same = f"not to be had ({error})", False
+    if not same:
+        _log.warning(
+            "%s was saved with a loss of %.4g on its latest datapoints, here it is %s; are these the model, the loss"
+            " and the preprocess that it was saved with?",
+            *(path, before, told),
+        )
 
 
 @torch.no_grad()
 def _loss_of(learner: Learner) -> float | None:
-    """The loss of a few datapoints of D_t, not adapted: by it another network, loss or preprocessing is found out."""
-    data = learner._buffer.current()
-    if data is None:
+    """The loss of the latest datapoints, not adapted: by it another network, loss or preprocessing is found out."""
+    buffer = learner._buffer
+    length = buffer.store.length
+    # A class's images have labels in their task only.
+    data = buffer.current() if isinstance(buffer, ClassBuffer) else buffer.store.take(slice(max(0, length - 8), length))
+    if data is None or length == 0:
         return None
     few = Batch(*rows(data, slice(0, 8)))
-    with exact_convolutions():
+    with tf32(False):
         prediction = learner._network.predict(learner.params, few.x, None, learner._classes())
     return float(learner._network.mean_loss(prediction, few.y))
