@@ -329,6 +329,15 @@ def test_rainbow_the_extra_methods(rainbow, method):
     assert f"| {STYLES[method][0]} | {' | '.join(cells)} |" in rainbow_page()
 
 
+def test_rainbow_from_scratch_with_more_updates(rainbow):
+    with gzip.open(DOCS / "results" / "rainbow-mnist-extras.csv.gz", "rt", newline="") as file:
+        records = rainbow + list(csv.DictReader(file))
+    first = [r for r in records if int(r["round"]) < 6]
+    for method in ("scratch", "scratch-long"):
+        cells = errors(first, method, "", (20, 100, 300, 900), 0)
+        assert f"| {STYLES[method][0]} | {' | '.join(cells)} |" in rainbow_page()
+
+
 @pytest.mark.parametrize("method", ["ftml-first", "ftl", "ftl-matched", "toe", "toe-matched"])
 def test_rainbow_against_ftml_by_seed(rainbow, method):
     with gzip.open(DOCS / "results" / "rainbow-mnist-extras.csv.gz", "rt", newline="") as file:
