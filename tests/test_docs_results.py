@@ -112,6 +112,13 @@ def rainbow():
 
 
 @pytest.fixture(scope="module")
+def extras():
+    """Rainbow's methods beside those of the figure."""
+    with gzip.open(DOCS / "results" / "rainbow-mnist-extras.csv.gz", "rt", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
 def pose():
     return published("pose")
 
@@ -322,26 +329,21 @@ def test_rainbow_at_the_papers_step_size(method):
 
 
 @pytest.mark.parametrize("method", ["ftml-first", "ftl-matched", "toe-matched"])
-def test_rainbow_the_extra_methods(rainbow, method):
-    with gzip.open(DOCS / "results" / "rainbow-mnist-extras.csv.gz", "rt", newline="") as file:
-        records = list(csv.DictReader(file))
-    cells = [*errors(records, method, ""), *errors(records, method, "_10", (20, 900)), *counts(records, method)]
+def test_rainbow_the_extra_methods(extras, method):
+    cells = [*errors(extras, method, ""), *errors(extras, method, "_10", (20, 900)), *counts(extras, method)]
     assert f"| {STYLES[method][0]} | {' | '.join(cells)} |" in rainbow_page()
 
 
-def test_rainbow_from_scratch_with_more_updates(rainbow):
-    with gzip.open(DOCS / "results" / "rainbow-mnist-extras.csv.gz", "rt", newline="") as file:
-        records = rainbow + list(csv.DictReader(file))
-    first = [r for r in records if int(r["round"]) < 6]
+def test_rainbow_from_scratch_with_more_updates(rainbow, extras):
+    first = [r for r in rainbow + extras if int(r["round"]) < 6]
     for method in ("scratch", "scratch-long"):
         cells = errors(first, method, "", (20, 100, 300, 900), 0)
         assert f"| {STYLES[method][0]} | {' | '.join(cells)} |" in rainbow_page()
 
 
 @pytest.mark.parametrize("method", ["ftml-first", "ftl", "ftl-matched", "toe", "toe-matched"])
-def test_rainbow_against_ftml_by_seed(rainbow, method):
-    with gzip.open(DOCS / "results" / "rainbow-mnist-extras.csv.gz", "rt", newline="") as file:
-        records = rainbow + list(csv.DictReader(file))
+def test_rainbow_against_ftml_by_seed(rainbow, extras, method):
+    records = rainbow + extras
 
     def seeds(name, size):
         late = of(records, name, size, range(37, 56))
