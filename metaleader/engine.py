@@ -102,8 +102,11 @@ class Engine:
         return self._run(objective, inputs, lambda: self._gradient_program(objective, *inputs))
 
     def takes_several(self, objective: Objective) -> bool:
-        """Whether `updates` is the way: where nothing is adapted, one update is so short that its calls are longest."""
-        return self.mode != "eager" and objective.inner_steps == 0
+        """Whether `updates` is the way: where nothing is adapted, one update is so short that its calls are longest.
+
+        Dropout's masks are drawn update by update.
+        """
+        return self.mode != "eager" and objective.inner_steps == 0 and not objective.network.has_dropout
 
     @torch.no_grad()
     def updates(
@@ -111,7 +114,7 @@ class Engine:
         objective: Objective,
         steps: Callable[[dict[str, Tensor]], OuterSteps],
         tensors: dict[str, Tensor],
-        lr: float,
+        rates: Tensor,
         support: Any,
         query: Any,
     ) -> tuple[dict[str, Tensor], Tensor]:
@@ -121,7 +124,7 @@ class Engine:
             objective: what they minimise.
             steps: makes the outer steps, which change tensors in place; one object for one kind of them.
             tensors: that they begin with; they stay as they are.
-            lr: the outer step size.
+            rates: the outer step sizes, (updates,).
             support: (updates, replicas, tasks, ...).
             query: likewise.
 
@@ -131,9 +134,9 @@ class Engine:
 
         def make() -> SeveralUpdates:
             first, asked = tree_map(lambda leaf: leaf[0], (support, query))
-            return SeveralUpdates(self._gradient_program(objective, tensors["flat"], first, asked, None), steps, lr)
+            return SeveralUpdates(self._gradient_program(objective, tensors["flat"], first, asked, None), steps)
 
-        return self._run((objective, steps, lr), (tensors, support, query), make)
+        return self._run((objective, steps), (tensors, rates, support, query), make)
 
     @torch.no_grad()
     def predictions(

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from metaleader.chain import ChainGradient
 from metaleader.inner import Params
@@ -40,7 +40,7 @@ class OuterSteps(Protocol):
         """All that a step changes."""
         ...
 
-    def descend(self, gradients: Tensor, norms: Tensor, lr: float) -> None:
+    def descend(self, gradients: Tensor, norms: Tensor, rate: Tensor) -> None:
         """Take one step down gradients of known norms."""
         ...
 
@@ -49,21 +49,20 @@ class SeveralUpdates:
     """Several updates, one after the other."""
 
     def __init__(
-        self,
-        gradient: Callable[..., tuple[Tensor, Tensor]],
-        steps: Callable[[dict[str, Tensor]], OuterSteps],
-        lr: float,
+        self, gradient: Callable[..., tuple[Tensor, Tensor]], steps: Callable[[dict[str, Tensor]], OuterSteps]
     ) -> None:
-        self._gradient, self._steps, self._lr = gradient, steps, lr
+        self._gradient, self._steps = gradient, steps
 
-    def __call__(self, tensors: dict[str, Tensor], support: Any, query: Any) -> tuple[dict[str, Tensor], Tensor]:
+    def __call__(
+        self, tensors: dict[str, Tensor], rates: Tensor, support: Any, query: Any
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """The tensors after the updates; losses and norms of each."""
         outer = self._steps({name: value.clone() for name, value in tensors.items()})
         watched = []
-        for i in range(len(tree_leaves(query)[0])):
+        for i, rate in enumerate(rates.unbind()):
             of_one = tree_map(lambda leaf: leaf[i], (support, query))  # noqa: B023
             found, gradients = self._gradient(outer.flat, *of_one, None)
-            outer.descend(gradients, found[1], self._lr)
+            outer.descend(gradients, found[1], rate)
             watched.append(found)
         return outer.tensors, torch.stack(watched)
 

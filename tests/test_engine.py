@@ -226,15 +226,12 @@ def test_nothing_is_compiled_again_for_another_number_of_updates(model: Any, see
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.parametrize(("pieces", "programs"), [(2, 2), (20, 1)])
-def test_a_program_for_each_of_a_few_step_sizes(pieces: int, programs: int, quick_compiler: None) -> None:
-    """With many of them, one for an update whatever its step size."""
+def test_one_program_whatever_the_step_sizes(quick_compiler: None) -> None:
     engine = Engine("compiled")
-    schedule = [(2 * i, 0.01 / (i + 1)) for i in range(pieces)]
-    one = learner(engine, mlp, ml.TOE, meta_lr=schedule)
+    one = learner(engine, mlp, ml.TOE, meta_lr=[(3 * i, 0.01 / (i + 1)) for i in range(20)])
     for _ in range(20):
         one.update(2)
-    assert len(engine._programs) == programs
+    assert len(engine._programs) == 1
 
 
 def test_a_copied_learner_runs_beside_the_original(quick_compiler: None) -> None:
@@ -522,7 +519,8 @@ GPU: dict[str, dict[str, Any]] = {
     "first order": {"first_order": True},
     "chunk": {"chunk": 3},
     "dropout": {"model": dropout_net},
-    "toe": {"kind": ml.TOE, "meta_steps": 13},
+    # A step size that float32 holds: there torch reads it in that.
+    "toe": {"kind": ml.TOE, "meta_steps": 13, "meta_lr": 2**-7},
     "learned step sizes, every step counts": {"learn_lr": True, "every_step": True},
 }
 

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from metaleader.learners.outer import OptimizerFactory, Outer, clipped
 
-# Every step size has a program of its own; a schedule of more of them goes on update by update.
-_STEP_SIZES = 8
-
 
 def outer_steps(outers: Sequence[Outer]) -> Joint | Apart:
     """As one where that is the same: with an optimiser of the library's, which goes element by element."""
@@ -51,10 +48,10 @@ class Steps:
         """All that a step changes."""
         return {"flat": self.flat, **self._optimizer.state[self.flat]}
 
-    def descend(self, gradients: Tensor, norms: Tensor, lr: float) -> None:
+    def descend(self, gradients: Tensor, norms: Tensor, rate: float | Tensor) -> None:
         """Take one step down gradients of known norms, (learners,)."""
         group = self._optimizer.param_groups[0]
-        group["lr"] = lr
+        group["lr"] = rate
         if "capturable" in group:  # torch asks to be told, and else refuses
             group["capturable"] = self.flat.is_cuda and torch.cuda.is_current_stream_capturing()
         self.flat.grad = clipped(gradients, norms[:, None], self._clip)
@@ -91,10 +88,10 @@ class Joint:
         """All that a step changes."""
         return self._steps.tensors
 
-    def lr(self, numbers: Sequence[int]) -> float | None:
-        """The step size of some updates, to make a program with; None where it changes among them, or often."""
-        found = {self._outers[0].lr(number) for number in numbers}
-        return found.pop() if len(found) == 1 and len(self._outers[0].schedule[0]) <= _STEP_SIZES else None
+    def rates(self, numbers: Sequence[int]) -> Tensor:
+        """The step sizes of some updates, where and as torch's optimisers read them: in float32 on a GPU."""
+        found = torch.tensor([self._outers[0].lr(number) for number in numbers], dtype=torch.float64)
+        return found.to(self.flat.device, torch.float32) if self.flat.is_cuda else found
 
     def descend(self, gradients: Tensor, norms: Tensor, number: int) -> None:
         """Take one step down gradients of known norms."""

@@ -52,6 +52,8 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
 def _run_updates(learners: Sequence[Learner], outer: Joint | Apart, numbers: range, draws: Sequence[Draw]) -> None:
     lead = learners[0]
     noises = [learner._noise(numbers, lead.tasks_per_step) for learner in learners]
+    several = outer if isinstance(outer, Joint) and lead._engine.takes_several(lead._objective) else None
+    rates = several and several.rates(numbers)
     watched: list[Tensor] = []
     for start in range(0, len(numbers), _GATHERED):
         part = slice(start, start + _GATHERED)
@@ -59,13 +61,13 @@ def _run_updates(learners: Sequence[Learner], outer: Joint | Apart, numbers: ran
         # Updates first: what one of them gets then looks the same however many there are, and is compiled once.
         batches = [_stack(list(trees), 1) for trees in zip(*pairs, strict=True)]
         noise = None if noises[0] is None else _stack([noise[part] for noise in noises if noise is not None], 1)
-        if isinstance(outer, Joint) and noise is None and lead._engine.takes_several(lead._objective):
-            lr = outer.lr(numbers[part])
-            if lr is not None:
-                tensors, found = lead._engine.updates(lead._objective, outer.make, outer.tensors, lr, *batches)
-                outer.go_on_from(tensors)
-                watched += found
-                continue
+        if several is not None and rates is not None:
+            tensors, found = lead._engine.updates(
+                lead._objective, several.make, several.tensors, rates[part], *batches
+            )
+            several.go_on_from(tensors)
+            watched += found
+            continue
         for i, (support, query) in enumerate(_apart(batches)):
             own = None if noise is None else noise[i]
             found, gradients = lead._engine.flat_gradient(lead._objective, outer.flat, support, query, own)
