@@ -194,13 +194,14 @@ def compiling() -> Iterator[None]:
     Every learner and shape has its own compiled entry under one code object, so dynamo's limit of 8 is raised. What
     Inductor advises (TF32, another softmax) is not for the user, and must not stop a program whose warnings are errors.
     Fused attention has no second derivative; the plain one has. Left to itself, Inductor takes the time of several
-    versions of a sum on the GPU and keeps the fastest, another one when the machine is busy, and so other last bits.
+    versions of a kernel on the GPU and keeps the fastest: another one when the machine is busy, with other last bits.
+    It holds this to be so for sums only, but of a*b + c*d either product can be the one that is not rounded.
     """
     import torch._dynamo.config  # takes a second, and eager programs do without it
     import torch._inductor.config
 
     limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024)
-    repeats = torch._inductor.config.patch(deterministic=True)
+    repeats = torch._inductor.config.patch({"deterministic": True, "triton.autotune_pointwise": False})
     with limits, repeats, sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -26,7 +26,7 @@ from metaleader.inner import Params
 from metaleader.network import Network
 from metaleader.objective import Adaptation, Objective
 from metaleader.passes import TorchPasses
-from metaleader.precision import exact_convolutions
+from metaleader.precision import repeatable
 from metaleader.programs import EagerGradient, FlatGradient, OuterSteps, Predictions, SeveralUpdates
 from metaleader.proof import agrees
 from metaleader.tasks import Batch, ClassBatch
@@ -171,7 +171,7 @@ class Engine:
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         key = (what, shapes, torch.backends.cuda.matmul.allow_tf32)
         on_device = torch.cuda.device(leaves[0].device) if leaves[0].is_cuda else contextlib.nullcontext()
-        with exact_convolutions(), on_device:
+        with repeatable(), on_device:
             program = self._programs.pop(key, None)
             result = None
             if program is None and self.mode == "eager":

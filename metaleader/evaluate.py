@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from metaleader.learners import Learner, predict_together, update_together
 from metaleader.losses import Loss, takes_labels, unsmoothed
-from metaleader.precision import exact_convolutions
+from metaleader.precision import repeatable
 from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
 
 ADAPTATION_STEPS = 5
@@ -216,7 +216,7 @@ def measure(
 
 
 def _net_scores(net: nn.Module, test: Batch, metric: Loss, parts: Parts, suffix: str) -> dict[str, Tensor]:
-    with exact_convolutions():
+    with repeatable():
         return _scores(net(test.x), test, metric, parts, suffix)
 
 

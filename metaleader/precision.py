@@ -1,4 +1,4 @@
-"""What a GPU may not do unasked: TF32, and sums in any order."""
+"""What a GPU may not do unasked: TF32, and sums in another order from run to run."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ import torch
 
 
 @contextlib.contextmanager
-def exact_convolutions() -> Iterator[None]:
-    """Let convolutions use TF32 only where matrix products do, and the same algorithm from run to run.
+def repeatable() -> Iterator[None]:
+    """The same bits from run to run, and TF32 in convolutions only where it is in matrix products.
 
     torch has TF32 on for the ones and off for the others. It puts errors of many per cent into a meta-gradient of five
-    steps, so it is for those who ask for it (`torch.set_float32_matmul_precision("high")`). Left to itself, cuDNN also
-    chooses algorithms that add up in any order, so that a resumed run would end elsewhere.
+    steps, so it is for those who ask for it (`torch.set_float32_matmul_precision("high")`). Left to itself, cuDNN
+    chooses algorithms that add up in any order. And autograd goes through a GPU's part of a graph in a thread of its
+    own, in the order of counters that every thread keeps for itself: a gradient of a gradient is then summed up in an
+    order that depends on all that the process has differentiated before. In one thread there is one counter.
     """
-    if not _has_cuda():
-        yield
-        return
-    cudnn = torch.backends.cudnn
-    before = cudnn.allow_tf32, cudnn.deterministic
-    cudnn.allow_tf32, cudnn.deterministic = torch.backends.cuda.matmul.allow_tf32, True
-    try:
-        yield
-    finally:
-        cudnn.allow_tf32, cudnn.deterministic = before
+    with torch.autograd.set_multithreading_enabled(False):
+        if not _has_cuda():
+            yield
+            return
+        cudnn = torch.backends.cudnn
+        before = cudnn.allow_tf32, cudnn.deterministic
+        cudnn.allow_tf32, cudnn.deterministic = torch.backends.cuda.matmul.allow_tf32, True
+        try:
+            yield
+        finally:
+            cudnn.allow_tf32, cudnn.deterministic = before
 
 
 @contextlib.contextmanager

@@ -562,6 +562,53 @@ def test_repeat_and_resume_are_bit_identical(mode: Mode, kind: Any, cuda: torch.
         torch.testing.assert_close(resumed.params[name], value, rtol=0, atol=0)
 
 
+def differentiate(times: int, device: torch.device) -> None:
+    """Something else: autograd counts what each thread makes, here by thousands."""
+    x = torch.ones((), device=device, requires_grad=True)
+    for _ in range(times):
+        y = x
+        for _ in range(1000):
+            y = y * y
+        torch.autograd.grad(y, x, create_graph=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "captured"])
+def test_bits_do_not_depend_on_what_was_differentiated_before(mode: Mode, cuda: torch.device) -> None:
+    options: dict[str, Any] = {"model": functools.partial(conv_net, torch.float32), "device": cuda}
+    runs = []
+    # Of a GPU's graph two thirds of the nodes come from autograd's own thread, of a CPU's all from this one.
+    for times, device in [(0, cuda), (10, cuda), (60, CPU)]:
+        differentiate(times, device)
+        one = learner(Engine(mode, device=cuda), **options)
+        one.update(6)
+        runs.append(one)
+    for one in runs[1:]:
+        for name, value in runs[0].params.items():
+            torch.testing.assert_close(one.params[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_gradients_are_taken_in_the_calling_thread(mode: Mode, quick_compiler: None) -> None:
+    """On a GPU; here the setting that does so is looked at."""
+    seen: list[bool] = []
+
+    def loss(prediction: Tensor, target: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            seen.append(torch._C._is_multithreading_enabled())
+        return F.cross_entropy(prediction, target, reduction="none")
+
+    one = ml.FTML(mlp, loss, engine=Engine(mode), support=3, query=3, inner_steps=1, tasks_per_step=2)
+    one.begin("task")
+    one.observe(oracles.normal("thread", 9, *IMAGE), oracles.labels("thread", CLASSES, 9), update=False)
+    del seen[:]
+    one.update(1)
+    one.adapt()
+    assert seen
+    assert not any(seen)
+    assert torch._C._is_multithreading_enabled()
+
+
 @pytest.mark.gpu
 def test_memory_hardly_grows_with_the_inner_steps(cuda: torch.device) -> None:
     """Many images a task: activations, not the path of parameters, are what there is to hold."""

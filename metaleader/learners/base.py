@@ -26,7 +26,7 @@ from metaleader.losses import Loss
 from metaleader.machine import check_device
 from metaleader.network import Network, Statistics, scale_uint8
 from metaleader.objective import Adaptation, Objective, without_rates
-from metaleader.precision import exact_convolutions
+from metaleader.precision import repeatable
 from metaleader.tasks import Batch, ClassBatch, Tree, check_alike, check_batch, num_rows, rng, to_device
 
 
@@ -215,7 +215,7 @@ class Learner(ABC):
             if how is not None and data is not None:
                 batch = data if classes is None else ClassBatch(*data, classes)
                 noise = self._adapt_noise(done, number, num_rows(data))
-                with exact_convolutions():
+                with repeatable():
                     params = how.walk(self._network.loss_fn, params, batch, number - done, noise)
                 done = number
             nets[number] = self._network.adapted(

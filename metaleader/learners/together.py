@@ -62,9 +62,7 @@ def _run_updates(learners: Sequence[Learner], outer: Joint | Apart, numbers: ran
         batches = [_stack(list(trees), 1) for trees in zip(*pairs, strict=True)]
         noise = None if noises[0] is None else _stack([noise[part] for noise in noises if noise is not None], 1)
         if several is not None and rates is not None:
-            tensors, found = lead._engine.updates(
-                lead._objective, several.make, several.tensors, rates[part], *batches
-            )
+            tensors, found = lead._engine.updates(lead._objective, several.make, several.tensors, rates[part], *batches)
             several.go_on_from(tensors)
             watched += found
             continue
