@@ -180,10 +180,14 @@ def _count(tensor: Tensor) -> Tensor:
 
 def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function for fixed shapes, in one piece; what is compiled is kept in the project's cache."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # Where nothing is set, torch sets a folder among the temporary ones, sometimes before we come here.
     with contextlib.suppress(OSError):
-        folder = cache_folder() / "compiled"
-        folder.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+            folder = cache_folder() / "compiled"
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
@@ -194,14 +198,13 @@ def compiling() -> Iterator[None]:
     Every learner and shape has its own compiled entry under one code object, so dynamo's limit of 8 is raised. What
     Inductor advises (TF32, another softmax) is not for the user, and must not stop a program whose warnings are errors.
     Fused attention has no second derivative; the plain one has. Left to itself, Inductor takes the time of several
-    versions of a kernel on the GPU and keeps the fastest: another one when the machine is busy, with other last bits.
-    It holds this to be so for sums only, but of a*b + c*d either product can be the one that is not rounded.
+    versions of a sum on the GPU and keeps the fastest, another one when the machine is busy, and so other last bits.
     """
     import torch._dynamo.config  # takes a second, and eager programs do without it
     import torch._inductor.config
 
     limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024)
-    repeats = torch._inductor.config.patch({"deterministic": True, "triton.autotune_pointwise": False})
+    repeats = torch._inductor.config.patch(deterministic=True)
     with limits, repeats, sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -9,6 +9,7 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import oracles
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.utils._pytree import tree_map
 
 import metaleader as ml
@@ -488,6 +490,21 @@ def test_what_does_not_compile_goes_on_eagerly_and_says_so(
     assert engine.mode == "eager"
     assert "the network does not compile, going on eagerly: " in messages.text
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("chosen", [None, "torch's own", "the user's"])
+def test_compiled_code_is_kept_in_the_projects_cache(
+    chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own folder is a temporary one; a folder that the user chose is respected."""
+    folders = {None: None, "torch's own": default_cache_dir(), "the user's": str(tmp_path / "mine")}
+    monkeypatch.setenv("METALEADER_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    if folders[chosen] is not None:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folders[chosen])
+    compiled_module.compile_whole(torch.sin)
+    assert cache_dir() == str(tmp_path / ("mine" if chosen == "the user's" else "compiled"))
 
 
 def test_a_new_shape_is_a_new_program(quick_compiler: None) -> None:
