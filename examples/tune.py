@@ -101,6 +101,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, help="the folder with data sets")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     given = parser.parse_args()
-    if given.method not in PRESETS[given.preset]("standard").known:
-        parser.error(f"{given.preset} has {', '.join(PRESETS[given.preset]('standard').known)}; got {given.method}")
+    known = PRESETS[given.preset]("standard").known
+    if given.method not in known:
+        parser.error(f"{given.preset} has {', '.join(known)}; got {given.method}")
     tune(given.preset, given.method, given.settings, given.seed, given.seeds, given.tasks, given.data, given.device)

@@ -204,10 +204,10 @@ def _judge_pair(
     if not np.isfinite(effects).all():
         return replace(blank, text=f"{text}; a value is zero or not finite"), 0.0
     to_unit = math.exp if statement.statistic == "ratio" else float
-    claim = replace(blank, text=text, effect=to_unit(effects.mean()))
+    effect = to_unit(effects.mean())
+    claim = replace(blank, text=text, effect=effect)
     least, most = (-claim.margin, claim.margin) if claim.two_sided else (claim.margin, math.inf)
     if len(seeds) == 1:
-        effect = to_unit(effects.mean())
         return replace(claim, text=f"{text}; one seed gives no uncertainty"), min(effect - least, most - effect)
     half = T_QUANTILES[min(len(seeds), 30) - 2] * effects.std(ddof=1) / math.sqrt(len(seeds))
     low, high = to_unit(effects.mean() - half), to_unit(effects.mean() + half)
