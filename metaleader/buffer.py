@@ -138,8 +138,9 @@ class TaskBuffer:
         uniforms = uniforms.reshape(-1, 1 + 2 * width)
         chosen = first + _choose(uniforms[:, 0], stop - first, self.weights if which != "current" else None)
         # Only the chosen tasks are looked at: the cost must not grow with the number of tasks.
-        starts = np.array([self.starts[i] for i in chosen], dtype=np.int64)
-        stops = [self.starts[i + 1] if i + 1 < len(self.starts) else self.store.length for i in chosen]
+        numbers = chosen.tolist()
+        starts = np.array([self.starts[i] for i in numbers], dtype=np.int64)
+        stops = [self.starts[i + 1] if i + 1 < len(self.starts) else self.store.length for i in numbers]
         counts = np.array(stops, dtype=np.int64) - starts
         picked = starts[:, None] + split(distinct(uniforms[:, 1:], counts, width), counts, support, query)
         picked = torch.from_numpy(picked.reshape(len(steps), tasks, width))
@@ -263,17 +264,18 @@ def distinct(uniform: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
         counts: (rows,), one or more.
         width: numbers wanted; rows with a smaller count repeat their numbers in turn.
     """
-    num_rows = len(counts)
-    take = np.minimum(counts, width)
-    chosen = np.full((num_rows, width), -1, dtype=np.int64)
-    for j in range(width):
-        top = counts - take + j
-        candidate = np.minimum((uniform[:, j] * (top + 1)).astype(np.int64), top)
-        taken = (chosen[:, :j] == candidate[:, None]).any(1)
-        chosen[:, j] = np.where(j < take, np.where(taken, top, candidate), -1)
-    keys = np.where(np.arange(width) < take[:, None], uniform[:, width:], 2.0)
-    shuffled = np.take_along_axis(chosen, np.argsort(keys, axis=1, kind="stable"), axis=1)
-    return np.take_along_axis(shuffled, np.arange(width) % take[:, None], axis=1)
+    take = np.minimum(counts, width)[:, None]
+    columns = np.arange(width)
+    tops = counts[:, None] - take + columns
+    # Candidates, in place of which stands the top of those that are taken already.
+    chosen = np.minimum((uniform[:, :width] * (tops + 1)).astype(np.int64), tops)
+    for j in range(1, width):
+        taken = (chosen[:, :j] == chosen[:, j, None]).any(1)
+        np.copyto(chosen[:, j], tops[:, j], where=taken)
+    keys = np.where(columns < take, uniform[:, width:], 2.0)
+    order = np.argsort(keys, axis=1, kind="stable")
+    # Columns that are not wanted, from `take` on, stay behind the others and are not read.
+    return np.take_along_axis(chosen, np.take_along_axis(order, columns % take, axis=1), axis=1)
 
 
 def split(numbers: np.ndarray, counts: np.ndarray, support: int, query: int) -> np.ndarray:

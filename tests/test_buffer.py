@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from metaleader.buffer import TaskBuffer, Weights, recency
+from metaleader.buffer import TaskBuffer, Weights, distinct, recency
 from metaleader.tasks import Batch
 
 
@@ -23,6 +23,25 @@ def filled(sizes: Sequence[int], weights: Weights | None = None) -> TaskBuffer:
             buffer.append(Batch(torch.arange(row, row + num), torch.full((num,), task)))
             row += num
     return buffer
+
+
+def floyd(uniform: list[float], count: int, width: int) -> list[int]:
+    """One row of `distinct`, number by number."""
+    take = min(count, width)
+    chosen: list[int] = []
+    for j in range(take):
+        top = count - take + j
+        candidate = min(int(uniform[j] * (top + 1)), top)
+        chosen.append(top if candidate in chosen else candidate)
+    shuffled = [chosen[j] for j in sorted(range(take), key=lambda j: uniform[width + j])]
+    return [shuffled[j % take] for j in range(width)]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 12), st.integers(0, 2**32))
+def test_distinct_numbers_are_floyds(counts: list[int], width: int, seed: int):
+    uniform = np.random.default_rng(seed).random((len(counts), 2 * width))
+    found = distinct(uniform, np.array(counts), width)
+    assert found.tolist() == [floyd(row, n, width) for row, n in zip(uniform.tolist(), counts, strict=True)]
 
 
 def draw(buffer: TaskBuffer, *args: Any, **options: Any) -> Any:

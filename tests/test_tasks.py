@@ -112,3 +112,7 @@ def test_rng_depends_on_purpose_and_key_alone():
     drawn = [first("draw", 1, 2), first("draw", 1, 3), first("draw", 2, 2), first("drav", 1, 2), first("draw", 12)]
     assert drawn[0] == again
     assert len(set(drawn)) == len(drawn)
+    for key in [(0,), (7, 2**32 - 1), (2**32,), (2**70, 3)]:
+        assert first("draw", *key) == np.random.default_rng([*b"draw", *key]).random()
+    with pytest.raises(ValueError, match="non-negative"):
+        rng("draw", -1)
