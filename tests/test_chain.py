@@ -536,9 +536,20 @@ for model, size in test_chain.SHAPES:
     test_chain.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[2]))
 print("all agree")
 """
+
+
+def wide_net() -> nn.Module:
+    """More channels than the kernels take at once, and a stride that is no power of two."""
+    layers: list[nn.Module] = []
+    for inputs, filters, kernel, stride, padding in [(2, 64, 3, 1, 1), (64, 16, 3, 2, 0), (16, 32, 4, 3, 2)]:
+        layers += [nn.Conv2d(inputs, filters, kernel, stride, padding), nn.BatchNorm2d(filters), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 3))
+
+
 SHAPES: list[tuple[Callable[[], nn.Module], tuple[int, int]]] = [
     (functools.partial(ml.models.conv_net, 3, 9, 3, filters=32, layers=3), (9, 9)),
     (functools.partial(ml.models.pose_net, filters=16, strides=(2, 2, 1)), (13, 11)),
+    (wide_net, (11, 8)),
 ]
 
 
