@@ -69,6 +69,7 @@ def resume_experiment(folder: Path) -> None:
         except (KeyError, TypeError) as error:
             raise ValueError(f"{folder}/config.json is damaged ({error!r}); use an intact copy") from error
         if run.finished():
+            run.check_records()
             print(f"{folder} is finished: there is nothing to resume")
         else:
             _go_on(run, experiment, preset)
@@ -264,8 +265,8 @@ def _check_unchanged(then: dict[str, Any], now: dict[str, Any]) -> None:
 def _check_names(kind: str, names: Sequence[str], known: dict[str, Any]) -> None:
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
             raise ValueError(f"unknown {kind} {name!r}{hint} There are {', '.join(known)}")
     if not names:
         raise ValueError(f"name at least one {kind} of {', '.join(known)}")

@@ -14,7 +14,7 @@ from metaleader.charts import chart, common_axes, legend
 from metaleader.curves import Panel, cumulative_panels, learning_panel, methods_of, stream_panels
 from metaleader.exhibits import Exhibit, read_exhibits
 from metaleader.sheet import contact_sheet
-from metaleader.store import write_atomic
+from metaleader.store import check_target, write_atomic
 from metaleader.tables import configuration_table, costs_table, readings_table, results_table
 from metaleader.tasks import Task, TaskStream
 from metaleader.verify import check_claims
@@ -40,6 +40,7 @@ def write_report(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLi
     for run in read_exhibits(folders):
         groups.setdefault(run.stream, []).append(run)
     path = Path(out) if out is not None else Path(folders[0]) / "report.html"
+    check_target(path)
     write_atomic(path, _page(groups).encode())
     return path
 

@@ -102,8 +102,8 @@ class Run:
             more: columns of the records beyond those of every run.
         """
         self._rounds, self._columns = rounds, (*COLUMNS, *more)
-        found = [self.checkpoint(method) for method in self.config["methods"]]
-        length = max((tree["records_bytes"] for tree in found if tree is not None), default=0)
+        found = self._found()
+        length = self._records_length(found)
         if length == 0:
             # A run that was killed in its first round may have records of that round.
             if self.records_path.exists() and self._has_later_rounds():
@@ -113,15 +113,27 @@ class Run:
                 )
             write_atomic(self.records_path, csv_lines([self._columns]))
         else:
-            here = self.records_path.stat().st_size if self.records_path.exists() else 0
-            if here < length:
-                raise ValueError(
-                    f"{self.records_path} was cut: it has {here} bytes, and {length} when its checkpoint was written;"
-                    " restore it, or start the run anew in another folder"
-                )
             os.truncate(self.records_path, length)
-        played = {m: tree["rounds_played"] for m, tree in zip(self.config["methods"], found, strict=True) if tree}
+        played = {method: tree["rounds_played"] for method, tree in found.items()}
         self._times = [row for row in read_times(self.folder) if row["round"] < played.get(row["method"], 0)]
+
+    def check_records(self) -> None:
+        """Refuse records that are shorter than by the last checkpoint."""
+        self._records_length(self._found())
+
+    def _found(self) -> dict[str, dict[str, Any]]:
+        trees = {method: self.checkpoint(method) for method in self.config["methods"]}
+        return {method: tree for method, tree in trees.items() if tree is not None}
+
+    def _records_length(self, found: dict[str, dict[str, Any]]) -> int:
+        length = max((tree["records_bytes"] for tree in found.values()), default=0)
+        here = self.records_path.stat().st_size if self.records_path.exists() else 0
+        if here < length:
+            raise ValueError(
+                f"{self.records_path} was cut: it has {here} bytes, and {length} when its checkpoint was written;"
+                " restore it, or start the run anew in another folder"
+            )
+        return length
 
     def _has_later_rounds(self) -> bool:
         whole = self.records_path.read_bytes().rpartition(b"\n")[0].decode()
@@ -195,7 +207,7 @@ def read_records(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(folder) / "records.csv"
     if not path.is_file():
         raise FileNotFoundError(f"no records in {folder}: {path} is missing")
-    return _read_csv(path, COLUMNS, f"`metaleader resume {folder}` mends a run that was killed")
+    return _read_csv(path, COLUMNS, f"`metaleader resume {folder}` mends it if the run was killed, and else says so")
 
 
 def read_times(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:

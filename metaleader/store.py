@@ -20,27 +20,36 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     Raises:
         OSError: when the folder cannot be written or the disk is full; the old file is then untouched.
     """
-    path = Path(path)
-    check_folder(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    check_target(path)
+    # A link stays one, and what it points to is written.
+    path = Path(path).resolve()
+    temporary = None
     try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    sync_folder(path.parent)
+        sync_folder(path.parent)
+    except BaseException as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        if not isinstance(error, OSError):
+            raise
+        hint = "what was there is untouched; make room, or choose another place"
+        raise OSError(error.errno, f"cannot write {path} ({error.strerror}); {hint}") from error
 
 
-def check_folder(path: Path) -> None:
-    """Refuse a file in a folder that is not there."""
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Refuse to write a file in a folder that is not there, or in place of something that is no file."""
+    path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+    if path.exists() and not path.is_file():
+        raise OSError(f"cannot write {path}: it is {'a folder' if path.is_dir() else 'no file'}; name a file")
 
 
 def sync_folder(folder: Path) -> None:

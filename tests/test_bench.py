@@ -334,6 +334,13 @@ def test_unknown_measurement() -> None:
         command(" , ")
 
 
+def test_a_place_for_results_that_cannot_be_written_is_known_before(monkeypatch, tmp_path) -> None:
+    monkeypatch.setitem(report.MEASUREMENTS, "memory", None)
+    for out in (tmp_path, tmp_path / "nowhere" / "results"):
+        with pytest.raises(OSError, match=str(out)):
+            report.run_bench(["memory"], "cpu", out=str(out))
+
+
 def test_without_tyro() -> None:
     """`python -m metaleader.bench` is for machines that have torch and little else."""
     code = (

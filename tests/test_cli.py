@@ -124,6 +124,13 @@ def test_records_that_were_cut(status, tmp_path, monkeypatch):
     refused(status("resume", tmp_path), "records.csv was cut", "restore it")
 
 
+def test_records_of_a_finished_run_that_were_cut(status, tmp_path):
+    assert status(*RUN, tmp_path)[0] == 0
+    *lines, _ = (tmp_path / "records.csv").read_bytes().splitlines(keepends=True)
+    (tmp_path / "records.csv").write_bytes(b"".join(lines))
+    refused(status("resume", tmp_path), "records.csv was cut", "restore it")
+
+
 def test_the_list_has_every_preset_with_its_sizes(status):
     code, out, _ = status("list")
     assert code == 0

@@ -38,6 +38,13 @@ def test_a_failed_check_is_exit_status_1(tmp_path, capsys, monkeypatch):
     assert "warning: alpha = 0.5 is above Theorem 1's bound" in printed
 
 
+def test_the_folder_is_looked_at_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("metaleader.cli.theory.os.access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr("metaleader.cli.theory._play", None)
+    with pytest.raises(PermissionError, match=r"cannot write into .*; choose another folder with --out"):
+        theory(tmp_path)
+
+
 def test_bad_arguments(tmp_path):
     for rounds in (0, 31):
         with pytest.raises(ValueError, match=rf"rounds \(T\) must be at least 32 .* got {rounds}"):

@@ -214,3 +214,35 @@ def test_no_such_file(tmp_path: Path):
         load_tree(tmp_path / "a", "test", 1)
     with pytest.raises(FileNotFoundError):
         load_tree(tmp_path, "test", 1)
+
+
+def test_a_link_stays_and_what_it_points_to_is_written(tmp_path: Path):
+    (tmp_path / "shared").mkdir()
+    target, link = tmp_path / "shared" / "real", tmp_path / "link"
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    write_atomic(link, b"new")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+    assert [path.name for path in target.parent.iterdir()] == ["real"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_only_files_are_replaced(make: Any, tmp_path: Path):
+    """As root, a rename would replace a device too."""
+    path = tmp_path / "there"
+    make(path)
+    with pytest.raises(OSError, match=r"cannot write .*there: it is (a folder|no file); name a file"):
+        write_atomic(path, b"")
+    assert not path.is_file()
+
+
+def test_an_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"cannot write .*/a \(No space left on device\); .* make room") as found:
+        write_atomic(tmp_path / "a", b"new")
+    assert found.value.errno == 28
+    assert not list(tmp_path.iterdir())

@@ -53,6 +53,8 @@ def run_bench(
     unknown = [name for name in what if name not in MEASUREMENTS]
     if unknown or not what:
         raise ValueError(f"cannot measure {', '.join(unknown) or 'nothing'}; there are {', '.join(MEASUREMENTS)}")
+    if out is not None:
+        open(out, "a").close()  # noqa: SIM115  that it cannot be written is better known before
     place = machine.find_device(device)
     about: dict[str, Any] = {
         "device": machine.hardware(str(place)) if place.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",

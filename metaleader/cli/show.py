@@ -39,12 +39,12 @@ def show(
         The exit status.
     """  # noqa: E501 (a line break would show in the help)
     from metaleader.sheet import HELD_OUT, contact_sheet
-    from metaleader.store import check_folder
+    from metaleader.store import check_target
     from metaleader.streams import PoseStream, make_stream
 
     options: dict[str, Any] = {} if order is None else {"order": order}
     path = out or Path(f"{stream}.png")
-    check_folder(path)
+    check_target(path)
     with tempfile.TemporaryDirectory() as folder:
         if stream == "pose":
             # A short stream of its own, drawn now: the same objects, cameras and first images.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,9 @@ def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 
         raise ValueError(f"rounds (T) must be at least 32 and seeds at least 1, got {rounds} and {seeds}")
     if not 0 < alpha_factor < float("inf"):
         raise ValueError(f"alpha_factor must be a positive number, got {alpha_factor}")
+    out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):
+        raise PermissionError(f"cannot write into {out}; choose another folder with --out")
     console = Console()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", StepSizeWarning)
@@ -55,7 +59,6 @@ def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 
         sections += [list(newton_checks(alpha_factor, max(32, min(256, rounds // 8))))]
     for message in sorted({str(warning.message) for warning in caught}):
         console.print(f"warning: {message}", style="yellow", soft_wrap=True)
-    out.mkdir(parents=True, exist_ok=True)
     written = [out / "regret.csv"]
     write_atomic(written[0], _csv(simulations).encode())
     *_, logistic_constants = logistic_example()
