@@ -108,6 +108,13 @@ class TaskBuffer:
             return None
         return self.store.take(slice(self.starts[-1], self.store.length))
 
+    def named(self, name: str) -> Batch | None:
+        """All datapoints of the tasks of a name, in the order they came; None where there are none."""
+        stops = [*self.starts[1:], self.store.length]
+        spans = zip(self.names, self.starts, stops, strict=True)
+        parts = [self.store.take(slice(start, stop)) for own, start, stop in spans if own == name]
+        return tree_map(lambda *leaves: torch.cat(leaves), *parts) if parts else None
+
     def counts(self) -> np.ndarray:
         """The number of datapoints of each task."""
         return np.diff(np.asarray([*self.starts, self.store.length], dtype=np.int64))

@@ -77,7 +77,7 @@ def play_together(
     *,
     reveals: int | None = None,
     gamma: float | None = None,
-    steps: Sequence[int] = (ADAPTATION_STEPS,),
+    steps: int | Sequence[int] = ADAPTATION_STEPS,
     measure_at: Collection[int] | None = None,
     regret: bool = False,
     loss: Loss | None = None,
@@ -92,7 +92,8 @@ def play_together(
         reveal: datapoints revealed at a time.
         reveals: how many reveals of a task are used; all if None.
         gamma: the threshold of proficiency: an accuracy to reach, or for regression a loss.
-        steps: numbers of adaptation steps to measure; the first is the record's own, others go to `more`.
+        steps: the number of adaptation steps to measure, or several; the first is the record's own, others go to
+            `more`.
         measure_at: measure only at these sizes of D_t; at every reveal if None.
         regret: follow the regret protocol.
         loss: the loss to report; the learner's own without label smoothing if None.
@@ -104,6 +105,7 @@ def play_together(
     """
     if reveal < 1 or (reveals is not None and reveals < 1):
         raise ValueError(f"reveal and reveals must be at least 1, got {reveal} and {reveals}")
+    steps = [steps] if isinstance(steps, int) else steps
     if not steps:
         raise ValueError("steps must name at least one number of adaptation steps")
     taken = {"task", *map(str, steps)} & parts.keys()
@@ -117,6 +119,8 @@ def play_together(
         raise ValueError("there must be one stream a learner, all of the same length")
     if len(streams[0]) == 0:
         raise ValueError("the stream has no tasks")
+    if not 0 <= start <= len(streams[0]):
+        raise ValueError(f"start must be a round of the stream's {len(streams[0])} tasks, got {start}")
     metric = loss or unsmoothed(learners[0].loss)
     for t in range(start, len(streams[0])):
         tasks = [stream[t] for stream in streams]
@@ -268,6 +272,8 @@ def _revealed(task: Task, reveal: int, reveals: int | None) -> int:
 def _meets(values: dict[str, float], gamma: float | None) -> bool:
     if gamma is None:
         return False
+    if "accuracy" in values and gamma > 1:
+        raise ValueError(f"gamma is an accuracy here, at most 1; got {gamma}")
     return values["accuracy"] >= gamma if "accuracy" in values else values["loss"] <= gamma
 
 

@@ -20,24 +20,25 @@ def cache_folder() -> Path:
 
 def find_device(name: str) -> torch.device:
     """The device of a name: cpu, cuda, cuda:1, or auto for the GPU where there is one."""
+    device = known_device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"runs need device cpu, cuda or auto, got {name!r}")
+    return device
+
+
+def known_device(name: str | torch.device) -> torch.device:
+    """The same for any device of torch's; a GPU that is not there is refused."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"unknown device {name!r}; use cpu, cuda or auto") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"runs need device cpu, cuda or auto, got {name!r}")
-    check_device(device)
-    return device
-
-
-def check_device(device: torch.device) -> None:
-    """Refuse a GPU that is not there."""
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device {str(device)!r} is not there: torch finds {torch.cuda.device_count()} CUDA devices; use cpu"
         )
+    return device
 
 
 def hardware(device: str) -> str:

@@ -203,6 +203,19 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         ml.TOE(ml.models.mlp(2, 1), ml.losses.squared_error, device="cuda")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "gpu"}, "unknown device 'gpu'; use cpu, cuda or auto"),
+        ({"weights": "recent"}, r"weights must be a function of the number of tasks, .*; got 'recent'"),
+        ({"inner_lr": "0.1"}, r"inner_lr must be a number, .*; got '0.1'"),
+    ],
+)
+def test_settings_that_cannot_be(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ml.FTML(ml.models.mlp(2, 1), ml.losses.squared_error, **options)
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     learner = ml.TOE(ml.models.mlp(2, 1), ml.losses.squared_error)
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere; make it first"):

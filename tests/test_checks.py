@@ -253,6 +253,23 @@ BROKEN = [
 ]
 
 
+def test_a_network_that_flattens_its_inputs() -> None:
+    net = lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3))  # noqa: E731
+    checks.check_learner(lambda: ml.FTML(net, ml.losses.cross_entropy, support=2, **INNER, **SMALL), Images())
+
+
+def test_a_setting_that_is_lost_in_the_file() -> None:
+    class Keeps(ml.FTML):
+        def __init__(self, *args: Any, keep: int = 2, **common: Any) -> None:
+            super().__init__(*args, **common)
+            self.keep = keep
+
+    make = functools.partial(Keeps, lambda: ml.models.mlp(1, 1), ml.losses.squared_error, **INNER, **SMALL)
+    checks.save_continues(make, SINUSOIDS)
+    with pytest.raises(AssertionError, match=r"keep of the learner that was loaded differ: .*_hyperparameters"):
+        checks.save_continues(lambda: make(keep=4), SINUSOIDS)
+
+
 @pytest.mark.parametrize(("learner", "check"), BROKEN, ids=[broken.__name__ for broken, _ in BROKEN])
 def test_a_broken_learner_is_caught(learner: type[ml.FTML], check: Callable[..., None]) -> None:
     def make() -> ml.Learner:

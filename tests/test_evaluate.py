@@ -192,6 +192,8 @@ def test_the_threshold_of_a_classification_is_an_accuracy() -> None:
             needed.setdefault(record.round, record.datapoints)
         assert record.needed == needed.get(record.round)
     assert needed
+    with pytest.raises(ValueError, match="gamma is an accuracy here, at most 1; got 75"):
+        list(ml.play(scratch(), stream, gamma=75))
 
 
 def test_loss_and_accuracy_by_hand() -> None:
@@ -211,6 +213,8 @@ def test_several_numbers_of_steps() -> None:
         prediction = learner.adapt(steps=steps)(STREAM[0].test.x).detach()
         expected = (prediction - STREAM[0].test.y).square().mean()
         assert found == pytest.approx(float(expected), rel=1e-6)
+    (one,) = ml.play(ftml(), [STREAM[0]], reveal=7, steps=10)
+    assert (one.loss, one.more) == (record.more["loss_10"], {})
     (record,) = ml.play(ml.FTL(ml.models.mlp(4, 3), ml.losses.cross_entropy, **SMALL), labelled(1), steps=(1, 5, 10))
     assert set(record.more) == {"loss_5", "accuracy_5", "loss_10", "accuracy_10"}
 
@@ -328,6 +332,8 @@ def test_in_the_online_protocol_the_learner_trains_before_it_is_measured() -> No
         ({"stream": []}, "no tasks"),
         ({"stream": (task for task in STREAM)}, "pass a list of tasks, not an iterator"),
         ({"stream": [STREAM[0].train]}, r"stream\[0\] is a Batch, not a Task"),
+        ({"start": len(STREAM) + 1}, f"start must be a round of the stream's {len(STREAM)} tasks"),
+        ({"start": -1}, "start must be a round"),
     ],
 )
 def test_plays_that_cannot_be(options: Any, message: str) -> None:

@@ -20,6 +20,17 @@ def test_own_stream(capsys):
     assert np.mean(errors[10:]) < np.mean(errors[:5]) / 4
 
 
+def test_compare(capsys, tmp_path):
+    example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "compare.py"))
+    records = example["main"](tmp_path / "new", tasks=2, seeds=1)
+    assert [(r["method"], r["round"], r["datapoints"]) for r in records] == [
+        (method, t, size) for method in example["METHODS"] for t in range(2) for size in (10, 20, 30)
+    ]
+    assert example["newest"](5).tolist() == [0, 0, 1, 1, 1]
+    assert "ftml, newest 3: squared error" in capsys.readouterr().out
+    assert (tmp_path / "new" / "figure.png").stat().st_size > 10_000
+
+
 def test_tune(capsys):
     example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "tune.py"))
     texts = ("inner_lr=0.01", "inner_lr=0.02,meta_lr=0.01,inner_steps=2", "meta_lr=1e300")

@@ -534,6 +534,31 @@ def test_the_hyperparameters_are_in_the_file(tmp_path: Path) -> None:
     assert not differences(learner.state_dict(), loaded.state_dict())
 
 
+def test_a_task_in_turns() -> None:
+    """Of "one" there are two rounds: `adapt` sees the last, `adapt(task=)` both, as if they had come as one."""
+    (first, second), (other, _), _ = tasks()
+    turns, at_once = (ml.FTML(module(), ml.losses.squared_error, **SIZES, **INNER) for _ in range(2))
+    for name, batch in (("one", first), ("two", other), ("one", second)):
+        turns.begin(name)
+        turns.observe(*batch, update=False)
+    at_once.begin("one")
+    at_once.observe(torch.cat([first.x, second.x]), torch.cat([first.y, second.y]), update=False)
+    for found, expected in (
+        (turns.adapt(task="one"), at_once.adapt()),
+        (turns.adapt(3, task="one"), at_once.adapt(3)),
+        (turns.adapt([0, 2], task="one")[1], at_once.adapt(2)),
+        (turns.adapt(), turns.adapt(task=None)),
+    ):
+        for name, value in expected.named_parameters():
+            torch.testing.assert_close(dict(found.named_parameters())[name], value, rtol=1e-12, atol=0)
+    assert differences(dict(turns.adapt().named_parameters()), dict(turns.adapt(task="one").named_parameters()))
+    turns.begin("three")
+    start = dict(turns.adapt(task="three").named_parameters())
+    assert not differences({name: value.detach() for name, value in start.items()}, dict(turns.params))
+    with pytest.raises(ValueError, match="no task 'four' has begun; there are one, two"):
+        turns.adapt(task="four")
+
+
 def test_functions_must_be_passed_again(tmp_path: Path) -> None:
     def halve(x: Any) -> Any:
         return x / 2

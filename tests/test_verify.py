@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ TASKS = 9
 COLUMNS = ["method", "seed", "protocol", "round", "task", "datapoints", "loss", "accuracy", "needed"]
 Error = Callable[[str, int, int, int], float]
 Needed = Callable[[str, int, int], int | None]
+
+
+@pytest.fixture(autouse=True)
+def _short_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, make in list(PRESETS.items()):
+        monkeypatch.setitem(PRESETS, name, lambda schedule, make=make: replace(make(schedule), tasks=TASKS))
 
 
 def write(
@@ -261,6 +268,15 @@ def test_an_unfinished_run_is_not_judged(tmp_path: Path) -> None:
         assert claims["ftl-few"].text.endswith(played)
         assert claims["ftl-few"].effect == pytest.approx(-0.1)
         assert claims["faster"].verdict == "disagrees"  # FTML itself has finished
+
+
+def test_the_first_tasks_alone_are_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for fewer tasks than the preset has (`--tasks`) gets a short run, not the paper's."""
+    made = PRESETS["rainbow-digits"]
+    monkeypatch.setitem(PRESETS, "rainbow-digits", lambda schedule: replace(made(schedule), tasks=TASKS + 1))
+    for claim in write(tmp_path, "rainbow-digits", *DISAGREE["rainbow-digits"]):
+        assert claim.verdict == "undecided"
+        assert "9 of 10 tasks" in claim.text
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -82,7 +82,9 @@ def bad_reveals(task: Task) -> Iterator[tuple[Reveal, str]]:
 def _bad_batches(good: Batch) -> Iterator[tuple[Batch, str]]:
     yield rows(good, slice(0, 0)), "an empty batch"
     yield Batch(good.x, rows(good.y, slice(0, num_rows(good) - 1))), "fewer targets than inputs"
-    yield Batch(tree_map(lambda leaf: leaf[..., None], good.x), good.y), "inputs with a dimension too many"
+    # Of two: one more of size one may well be right, as for a network that begins with nn.Flatten.
+    twice = tree_map(lambda leaf: torch.stack([leaf, leaf], -1), good.x)
+    yield Batch(twice, good.y), "inputs with a dimension too many"
     for name in ("x", "y"):
         if all(leaf.is_floating_point() for leaf in tree_leaves(getattr(good, name))):
             for value in (float("nan"), float("inf")):

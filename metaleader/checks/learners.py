@@ -110,10 +110,18 @@ def save_continues(make_learner: MakeLearner, stream: Stream) -> None:
         callables = {name: value for name, value in given.items() if value is not scale_uint8}
         other = type(learner).load(path, learner._model, learner.loss, **callables)
     require_equal(learner.state_dict(), other.state_dict(), "the learner that was loaded is not the one saved")
+    lost = sorted(name for name, value in _settings(learner).items() if _settings(other).get(name) != value)
+    require(not lost, f"{', '.join(lost)} of the learner that was loaded differ: are they in its `_hyperparameters`?")
     fed(learner, calls[-1:])
     fed(other, calls[-1:])
     require_equal(learner.state_dict(), other.state_dict(), "continuing after a load differs")
     _require_same_net(learner, other, "adapt after a load differs")
+
+
+def _settings(learner: Learner) -> dict[str, object]:
+    """The public attributes that are plain values."""
+    plain = {name: value for name, value in vars(learner).items() if not name.startswith("_")}
+    return {name: value for name, value in plain.items() if isinstance(value, bool | int | float | str | None)}
 
 
 def adapt_before_data_is_the_initialisation(make_learner: MakeLearner, stream: Stream) -> None:

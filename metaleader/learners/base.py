@@ -23,7 +23,7 @@ from metaleader.learners.start import Model, check_integer, initial_module
 from metaleader.learners.state import load_learner, load_state, save_learner
 from metaleader.learners.together import update_together
 from metaleader.losses import Loss
-from metaleader.machine import check_device
+from metaleader.machine import known_device
 from metaleader.network import Network, Statistics, scale_uint8
 from metaleader.objective import Adaptation, Objective, without_rates
 from metaleader.precision import repeatable
@@ -74,14 +74,17 @@ class Learner(ABC):
             raise ValueError(
                 f"loss must be a function of (prediction, target), as metaleader.losses.squared_error; got {loss!r}"
             )
+        if weights is not None and not callable(weights):
+            raise ValueError(
+                f"weights must be a function of the number of tasks, as metaleader.recency(20); got {weights!r}"
+            )
         self.loss = loss
         self.meta_steps = meta_steps
         self.tasks_per_step = tasks_per_step
         self.query = query
         self.clip = clip
         self.seed = seed
-        self.device = torch.device(device)
-        check_device(self.device)
+        self.device = known_device(device)
         self._model = model
         self._hyperparameters: dict[str, Any] = {
             "meta_lr": meta_lr if isinstance(meta_lr, int | float) else [list(pair) for pair in meta_lr],
@@ -126,7 +129,7 @@ class Learner(ABC):
         """Begin round t with a new task; D_t is empty.
 
         Args:
-            name: a label; a name seen before still opens a new task.
+            name: a label; a name seen before still opens a new task, see `adapt(task=)`.
             classes: for n-way tasks, the global class behind each label, in the order of the labels. All tasks of a
                 learner have classes, or none has.
         """
@@ -184,14 +187,18 @@ class Learner(ABC):
         update_together([self], steps)
 
     @overload
-    def adapt(self, steps: int | None = None, statistics: Statistics = "task") -> nn.Module: ...
+    def adapt(
+        self, steps: int | None = None, statistics: Statistics = "task", task: str | None = None
+    ) -> nn.Module: ...
 
     @overload
-    def adapt(self, steps: Sequence[int], statistics: Statistics = "task") -> list[nn.Module]: ...
+    def adapt(
+        self, steps: Sequence[int], statistics: Statistics = "task", task: str | None = None
+    ) -> list[nn.Module]: ...
 
     @torch.no_grad()
     def adapt(
-        self, steps: int | Sequence[int] | None = None, statistics: Statistics = "task"
+        self, steps: int | Sequence[int] | None = None, statistics: Statistics = "task", task: str | None = None
     ) -> nn.Module | list[nn.Module]:
         """A net adapted to all of D_t, for use on one row or many; the learner stays as it is.
 
@@ -201,8 +208,9 @@ class Learner(ABC):
             steps: how many gradient steps; the learner's own number if None. Several numbers give a list of nets.
             statistics: what batch norm divides by: "task" takes D_t's statistics, so that a prediction does not depend
                 on the rows beside it; "batch" those of the rows it is called on, as in the paper.
+            task: adapt to all that was observed under this name, in one round or in several, instead of D_t.
         """
-        data, classes = self._buffer.current() if self.task is not None else None, self._classes()
+        data, classes = self._data(task), self._classes()
         how = self._adaptation()
         several = isinstance(steps, Sequence)
         default = 0 if how is None else how.steps
@@ -300,6 +308,16 @@ class Learner(ABC):
 
     def _num_updates(self, meta_steps: int) -> int:
         return meta_steps
+
+    def _data(self, task: str | None) -> Batch | None:
+        """What to adapt to: D_t, or all datapoints of a task by its name."""
+        if task is None:
+            return self._buffer.current() if self.task is not None else None
+        if isinstance(self._buffer, ClassBuffer):
+            raise ValueError("n-way tasks keep their data by class, not by task; adapt to the open task, task=None")
+        if task not in {*self._buffer.names, self.task}:
+            raise ValueError(f"no task {task!r} has begun; there are {', '.join(dict.fromkeys(self._buffer.names))}")
+        return self._buffer.named(task)
 
     def _gather(self, draw: Draw) -> tuple[Batch | ClassBatch, Batch | ClassBatch]:
         """Support and query batches of one step's draw, with the tasks' classes where the network chooses by them."""

@@ -86,14 +86,19 @@ def load_learner(
         raise ValueError(f"{path} holds a {saved}, not a {kind.__name__}; load it with {saved}.load")
     missing = [name for name in given if name not in callables]
     if missing:
-        raise ValueError(f"{path} was saved with functions of your own; pass {', '.join(f'{m}=...' for m in missing)}")
+        raise ValueError(
+            f"{path} was saved with functions, which no file holds; pass {', '.join(f'{m}=...' for m in missing)}"
+        )
     unknown = set(callables) - set(given) - {"device", "engine"}
     if unknown:
         raise ValueError(f"{sorted(unknown)} come from the file; change them on the learner, or build a new one")
     try:
         learner = kind(model, loss, **hyperparameters, **callables)
     except TypeError as error:
-        raise ValueError(f"{path} does not give a {kind.__name__} ({error}); use an intact copy") from error
+        raise ValueError(
+            f"{path} does not give a {kind.__name__} ({error}): it was saved with {', '.join(sorted(hyperparameters))};"
+            " load it with the class that saved it, or use an intact copy"
+        ) from error
     learner.load_state_dict(state)
     _compare_losses(path, tree.get("loss"), learner)
     return learner
