@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -69,7 +71,8 @@ def save_tree(path: str | os.PathLike[str], tree: dict[str, Any], kind: str, ver
     """
     tensors: dict[str, Tensor] = {}
     plain = _take_tensors(tree, "", tensors)
-    metadata = {"format": kind, "version": str(version), "tree": json.dumps(plain)}
+    text = json.dumps(plain)
+    metadata = {"format": kind, "version": str(version), "tree": text, "sha256": _digest(text, tensors)}
     write_atomic(path, save(tensors, metadata=metadata))
 
 
@@ -78,7 +81,7 @@ def load_tree(path: str | os.PathLike[str], kind: str, version: int) -> dict[str
 
     Raises:
         FileNotFoundError: when there is no such file.
-        ValueError: for a truncated or foreign file, or one of a newer version.
+        ValueError: for a truncated, altered or foreign file, or one of a newer version.
     """
     path = Path(path)
     if not path.is_file():
@@ -100,10 +103,22 @@ def load_tree(path: str | os.PathLike[str], kind: str, version: int) -> dict[str
         raise ValueError(
             f"{path} has version {found} of the {kind} format, this release reads up to {version}; upgrade"
         )
+    if metadata.get("sha256", digest := _digest(metadata["tree"], tensors)) != digest:
+        raise ValueError(f"{path} is damaged: its content is not what was written; use an intact copy")
     tree = _put_tensors(plain, tensors, path)
     if not isinstance(tree, dict):
         raise ValueError(f"{path} has a damaged header (no dict at its root); use an intact copy")
     return tree
+
+
+def _digest(text: str, tensors: dict[str, Tensor]) -> str:
+    """The SHA-256 of a tree's plain part and its tensors."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _take_tensors(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -246,3 +246,22 @@ def test_an_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         write_atomic(tmp_path / "a", b"new")
     assert found.value.errno == 28
     assert not list(tmp_path.iterdir())
+
+
+def test_any_byte_that_was_changed_is_found(tmp_path: Path):
+    path = tmp_path / "a"
+    save_tree(path, TREE, "test", 1)
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    for at in range(start, len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(ValueError, match="is damaged: its content is not what was written; use an intact copy"):
+            load_tree(path, "test", 1)
+
+
+def test_a_file_of_an_earlier_release_has_no_digest(tmp_path: Path):
+    save_tree(tmp_path / "a", {"b": torch.ones(2)}, "test", 1)
+    with store.safe_open(tmp_path / "a", framework="pt") as file:
+        metadata = {name: value for name, value in file.metadata().items() if name != "sha256"}
+    (tmp_path / "a").write_bytes(save({"b": torch.ones(2)}, metadata=metadata))
+    assert same(load_tree(tmp_path / "a", "test", 1), {"b": torch.ones(2)})
