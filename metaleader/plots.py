@@ -28,6 +28,7 @@ from metaleader.curves import (
     stream_panels,
     style,
 )
+from metaleader.store import write_drawn
 
 # The same records give the same bytes: no random ids in the SVG (a salt), no dates (see _save).
 _LOOK: Any = {"svg.hashsalt": "metaleader", "font.size": 10, "axes.labelsize": 10, "axes.linewidth": 0.8}
@@ -80,8 +81,8 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> list[Path]:
                 handles.append(Patch(color="#999999", alpha=0.4, linewidth=0, label="standard error over seeds"))
             _draw_legend(figure, handles, 2 if alone else len(handles))
         paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-        figure.savefig(paths[0], dpi=160, metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Date": None})
+        write_drawn(paths[0], lambda file: figure.savefig(file, format="png", dpi=160, metadata={"Software": None}))
+        write_drawn(paths[1], lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
     return paths
 
 

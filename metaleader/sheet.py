@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from metaleader.store import write_drawn
 from metaleader.tasks import Task, TaskStream
 
 _INK, _GREY, _RED, _BLUE = "#222222", "#777777", "#d62828", "#1e7dd6"
@@ -58,7 +58,7 @@ def contact_sheet(
         figure = _curve_sheet(chosen, title)
     else:
         raise ValueError("only images (N, 1 or 3, H, W) and regression of one value on one value can be drawn")
-    FigureCanvasAgg(figure).print_png(Path(path))
+    write_drawn(path, FigureCanvasAgg(figure).print_png)
 
 
 def _image_sheet(chosen: list[tuple[int, Task]], cameras: list[Any], examples: int, names: Any, title: str) -> Figure:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,6 +45,13 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
             raise
         hint = "what was there is untouched; make room, or choose another place"
         raise OSError(error.errno, f"cannot write {path} ({error.strerror}); {hint}") from error
+
+
+def write_drawn(path: str | os.PathLike[str], draw: Callable[[IO[bytes]], object]) -> None:
+    """Write what a function draws into an open file, such as a figure, in the same way."""
+    drawn = io.BytesIO()
+    draw(drawn)
+    write_atomic(path, drawn.getvalue())
 
 
 def check_target(path: str | os.PathLike[str]) -> None:

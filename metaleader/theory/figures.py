@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor
 
+from metaleader.store import write_drawn
 from metaleader.theory.convexity import Constants, quadratic_constants
 from metaleader.theory.online import FTL, FTL_ADAPTED, FTML, STREAMING, Simulation, doublings
 from metaleader.theory.quadratics import Quadratics, quadratics
@@ -34,9 +35,9 @@ _MARKS = ("o", "s", "^", "D", "v", "P")
 def save(figure: Figure, out: Path, name: str) -> list[Path]:
     """Write a figure as PNG and SVG, the same bytes for the same figure."""
     paths = [out / f"{name}.png", out / f"{name}.svg"]
-    figure.savefig(paths[0], dpi=110)
+    write_drawn(paths[0], lambda file: figure.savefig(file, format="png", dpi=110))
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(paths[1], metadata={"Date": None})
+        write_drawn(paths[1], lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
     return paths
 
 
