@@ -163,11 +163,18 @@ class Run:
             for seed, record in enumerate(reveal):
                 row = {"method": method, "seed": seed, **vars(record), **record.more}
                 lines.append([row.get(name) for name in self._columns])
-        with open(self.records_path, "ab") as file:
-            file.write(csv_lines(lines))
-            file.flush()
-            os.fsync(file.fileno())
-            length = file.tell()
+        try:
+            with open(self.records_path, "ab") as file:
+                file.write(csv_lines(lines))
+                file.flush()
+                os.fsync(file.fileno())
+                length = file.tell()
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"cannot write {self.records_path} ({error.strerror}); make room, then go on with"
+                f" `metaleader resume {self.folder}`",
+            ) from error
         row = (method, played - 1, round(seconds, 3), round(peak_mb, 1))
         self._times.append(dict(zip(_TIMES, row, strict=True)))
         write_times(self.folder, self._times)

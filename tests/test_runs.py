@@ -71,6 +71,22 @@ def test_records_are_on_disk_before_the_checkpoint_that_counts_them(tmp_path, mo
         assert run.checkpoint("toe") is None
 
 
+def test_a_full_disk_says_how_to_go_on(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    with begun(tmp_path) as run:
+        save(run, "ftml", 1)
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=rf"records.csv \(No space .*make room, .*`metaleader resume {tmp_path}`"):
+            save(run, "ftml", 2)
+        monkeypatch.undo()
+        found = run.checkpoint("ftml")
+        assert found is not None
+        run.rewind(2)
+        assert run.records_path.stat().st_size == found["records_bytes"]
+
+
 def test_the_configuration_is_there_before_anything_is_played(tmp_path):
     with Run(tmp_path / "a" / "b", CONFIG):
         assert read_config(tmp_path / "a" / "b") == {"format": 1, **CONFIG}
