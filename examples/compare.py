@@ -2,7 +2,7 @@
 
 Run it with `python examples/compare.py [FOLDER]`; the figures go to the folder, `runs/compare` if none is given. A
 method is a function that makes a learner: one of the library's with other settings, as the one here that remembers the
-newest tasks only, or an object of your own with `begin`, `observe`, `update`, `adapt` and `loss`.
+newest tasks only, or one of your own (docs/learners.md).
 """
 
 import dataclasses

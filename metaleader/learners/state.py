@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 import os
@@ -58,7 +59,7 @@ def _put_state(learner: Learner, state: Mapping[str, Any]) -> None:
 
 def save_learner(learner: Learner, path: str | os.PathLike[str]) -> None:
     """Write a learner's file: `Learner.save`."""
-    hyperparameters = dict(learner._hyperparameters)
+    hyperparameters = _own_settings(learner) | learner._hyperparameters
     given = [name for name in _CALLABLES if callable(hyperparameters[name])]
     for name in given:
         del hyperparameters[name]
@@ -69,6 +70,14 @@ def save_learner(learner: Learner, path: str | os.PathLike[str]) -> None:
     with contextlib.suppress(Exception):  # no file is lost to a check
         found = _loss_of(learner)
     save_tree(path, tree | {"loss": found, "state": learner.state_dict()}, _FILE, _FILE_VERSION)
+
+
+def _own_settings(learner: Learner) -> dict[str, Any]:
+    """What the constructor of a class of the user's own takes, and the learner has under the same name."""
+    names = inspect.signature(type(learner)).parameters
+    found = {name: getattr(learner, name) for name in names if name != "loss" and hasattr(learner, name)}
+    plain = bool | int | float | str | list | tuple | dict | None
+    return {name: value for name, value in found.items() if isinstance(value, plain)}
 
 
 def load_learner(
@@ -84,11 +93,6 @@ def load_learner(
         raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
     if saved != kind.__name__:
         raise ValueError(f"{path} holds a {saved}, not a {kind.__name__}; load it with {saved}.load")
-    missing = [name for name in given if name not in callables]
-    if missing:
-        raise ValueError(
-            f"{path} was saved with functions, which no file holds; pass {', '.join(f'{m}=...' for m in missing)}"
-        )
     unknown = set(callables) - set(given) - {"device", "engine"}
     if unknown:
         raise ValueError(f"{sorted(unknown)} come from the file; change them on the learner, or build a new one")
@@ -99,6 +103,13 @@ def load_learner(
             f"{path} does not give a {kind.__name__} ({error}): it was saved with {', '.join(sorted(hyperparameters))};"
             " load it with the class that saved it, or use an intact copy"
         ) from error
+    # A class of the user's own may bring its functions itself.
+    brought = {name for name in given if callable(value := learner._hyperparameters[name]) and value is not scale_uint8}
+    missing = [name for name in given if name not in brought | callables.keys()]
+    if missing:
+        raise ValueError(
+            f"{path} was saved with functions, which no file holds; pass {', '.join(f'{m}=...' for m in missing)}"
+        )
     learner.load_state_dict(state)
     _compare_losses(path, tree.get("loss"), learner)
     return learner
