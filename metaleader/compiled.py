@@ -180,11 +180,12 @@ def _count(tensor: Tensor) -> Tensor:
 
 def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function for fixed shapes, in one piece; what is compiled is kept in the project's cache."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
     # Where nothing is set, torch sets a folder among the temporary ones, sometimes before we come here.
-    with contextlib.suppress(OSError):
-        if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+    with contextlib.suppress(OSError, KeyError, ImportError):
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        if chosen is None or chosen == default_cache_dir():
             folder = cache_folder() / "compiled"
             folder.mkdir(parents=True, exist_ok=True)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

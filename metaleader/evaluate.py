@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -105,7 +106,7 @@ def play_together(
     """
     if reveal < 1 or (reveals is not None and reveals < 1):
         raise ValueError(f"reveal and reveals must be at least 1, got {reveal} and {reveals}")
-    steps = [steps] if isinstance(steps, int) else steps
+    steps = [int(steps)] if isinstance(steps, int | np.integer) else steps
     if not steps:
         raise ValueError("steps must name at least one number of adaptation steps")
     taken = {"task", *map(str, steps)} & parts.keys()
@@ -122,6 +123,7 @@ def play_together(
     if not 0 <= start <= len(streams[0]):
         raise ValueError(f"start must be a round of the stream's {len(streams[0])} tasks, got {start}")
     metric = loss or unsmoothed(learners[0].loss)
+    _check_threshold(gamma, takes_labels(metric))
     for t in range(start, len(streams[0])):
         tasks = [stream[t] for stream in streams]
         _check_tasks(tasks, t)
@@ -272,9 +274,13 @@ def _revealed(task: Task, reveal: int, reveals: int | None) -> int:
 def _meets(values: dict[str, float], gamma: float | None) -> bool:
     if gamma is None:
         return False
-    if "accuracy" in values and gamma > 1:
-        raise ValueError(f"gamma is an accuracy here, at most 1; got {gamma}")
+    _check_threshold(gamma, "accuracy" in values)
     return values["accuracy"] >= gamma if "accuracy" in values else values["loss"] <= gamma
+
+
+def _check_threshold(gamma: float | None, of_accuracy: bool) -> None:
+    if gamma is not None and gamma > 1 and of_accuracy:
+        raise ValueError(f"gamma is an accuracy here, at most 1; got {gamma}")
 
 
 def _check_tasks(tasks: Sequence[Any], t: int) -> None:

@@ -24,9 +24,9 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     Raises:
         OSError: when the folder cannot be written or the disk is full; the old file is then untouched.
     """
-    check_target(path)
     # A link stays one, and what it points to is written.
-    path = Path(path).resolve()
+    path = Path(os.path.realpath(path))
+    check_target(path)
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
@@ -36,7 +36,6 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
-        sync_folder(path.parent)
     except BaseException as error:
         if temporary is not None:
             with contextlib.suppress(OSError):
@@ -45,6 +44,7 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
             raise
         hint = "what was there is untouched; make room, or choose another place"
         raise OSError(error.errno, f"cannot write {path} ({error.strerror}); {hint}") from error
+    sync_folder(path.parent)
 
 
 def write_drawn(path: str | os.PathLike[str], draw: Callable[[IO[bytes]], object]) -> None:
@@ -83,6 +83,15 @@ def save_tree(path: str | os.PathLike[str], tree: dict[str, Any], kind: str, ver
     text = json.dumps(plain)
     metadata = {"format": kind, "version": str(version), "tree": text, "sha256": _digest(text, tensors)}
     write_atomic(path, save(tensors, metadata=metadata))
+
+
+def is_savable(tree: Any) -> bool:
+    """Whether `save_tree` takes it."""
+    try:
+        _take_tensors(tree, "", {})
+    except ValueError:
+        return False
+    return True
 
 
 def load_tree(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def rng(purpose: str, *key: int) -> np.random.Generator:
     """Random numbers that depend on a purpose and a key alone: the same on every machine, whatever was drawn before."""
     words = [*purpose.encode(), *key]
     # NumPy reads an array twice as fast as a list, to the same numbers.
-    small = all(0 <= word < 2**32 for word in words)
+    small = all(isinstance(word, int | np.integer) and 0 <= word < 2**32 for word in words)
     return np.random.default_rng(np.array(words, dtype=np.uint32) if small else words)
 
 

@@ -555,8 +555,40 @@ def test_a_task_in_turns() -> None:
     turns.begin("three")
     start = dict(turns.adapt(task="three").named_parameters())
     assert not differences({name: value.detach() for name, value in start.items()}, dict(turns.params))
-    with pytest.raises(ValueError, match="no task 'four' has begun; there are one, two"):
+    with pytest.raises(ValueError, match="nothing was observed under 'four'; tasks with data: one, two"):
         turns.adapt(task="four")
+    turns.begin(5)  # pyright: ignore[reportArgumentType]
+    turns.observe(*other, update=False)
+    found = dict(turns.adapt(task=5).named_parameters())  # pyright: ignore[reportArgumentType]
+    for name, value in turns.adapt().named_parameters():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="TOE is used as it is, and adapts to no task"):
+        ml.TOE(module(), ml.losses.squared_error, **SIZES).adapt(task="one")
+
+
+class Own(ml.FTML):
+    """A class of a user's, with settings of all kinds."""
+
+    def __init__(self, model: Any, loss: Any, *, keep: Any = 3, step: int = 1, weights: Any = None, **settings: Any):
+        super().__init__(model, loss, weights=weights, **settings)
+        self.keep, self.settings, self._step_of_its_own = keep, settings, step
+
+
+@pytest.mark.parametrize("keep", [4, np.int64(4), [1, 2.5], (None, "a"), {"a": True}, torch.tensor([1.0, 2.0])])
+def test_settings_of_a_users_class_are_saved(keep: Any, tmp_path: Path) -> None:
+    Own(module(), ml.losses.squared_error, keep=keep, step=7, **SIZES).save(tmp_path / "own")
+    found = Own.load(tmp_path / "own", module(), ml.losses.squared_error)
+    assert not differences({"keep": found.keep}, {"keep": keep.item() if isinstance(keep, np.generic) else keep})
+    assert found._step_of_its_own == 1  # not kept under its name; `step`, the updates made, is something else
+
+
+def test_settings_that_no_file_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Own(module(), ml.losses.squared_error, keep=[print], weights=ml.recency(1)).save(tmp_path / "own")
+    assert "keep=[<built-in function print>] is not saved with the learner" in caplog.text
+    with pytest.raises(ValueError, match=r"was saved with functions, which no file holds; pass weights=\.\.\."):
+        Own.load(tmp_path / "own", module(), ml.losses.squared_error)
+    found = Own.load(tmp_path / "own", module(), ml.losses.squared_error, weights=ml.recency(1))
+    assert found.keep == 3
 
 
 def test_functions_must_be_passed_again(tmp_path: Path) -> None:

@@ -237,6 +237,12 @@ def test_only_files_are_replaced(make: Any, tmp_path: Path):
     assert not path.is_file()
 
 
+def test_a_link_to_nowhere(tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "a")
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere; make it first"):
+        write_atomic(tmp_path / "link", b"")
+
+
 def test_an_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")

@@ -116,3 +116,5 @@ def test_rng_depends_on_purpose_and_key_alone():
         assert first("draw", *key) == np.random.default_rng([*b"draw", *key]).random()
     with pytest.raises(ValueError, match="non-negative"):
         rng("draw", -1)
+    with pytest.raises(TypeError, match="integer"):
+        rng("draw", 0.9)  # pyright: ignore[reportArgumentType]

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from metaleader.checks.calls import (
@@ -109,9 +110,9 @@ def save_continues(make_learner: MakeLearner, stream: Stream) -> None:
         given = {name: value for name, value in learner._hyperparameters.items() if callable(value)}
         callables = {name: value for name, value in given.items() if value is not scale_uint8}
         try:
-            other = type(learner).load(path, learner._model, learner.loss)
-        except ValueError:  # it is to be given its functions again
             other = type(learner).load(path, learner._model, learner.loss, **callables)
+        except ValueError:  # a class that brings its functions itself
+            other = type(learner).load(path, learner._model, learner.loss)
     require_equal(learner.state_dict(), other.state_dict(), "the learner that was loaded is not the one saved")
     lost = sorted(name for name, value in _settings(learner).items() if _settings(other).get(name) != value)
     require(
@@ -124,10 +125,12 @@ def save_continues(make_learner: MakeLearner, stream: Stream) -> None:
     _require_same_net(learner, other, "adapt after a load differs")
 
 
-def _settings(learner: Learner) -> dict[str, object]:
-    """The public attributes that are plain values."""
-    plain = {name: value for name, value in vars(learner).items() if not name.startswith("_")}
-    return {name: value for name, value in plain.items() if isinstance(value, bool | int | float | str | None)}
+def _settings(learner: Learner) -> dict[str, str]:
+    """The public attributes that are plain values, as text: nan is then like nan."""
+    plain = bool | int | float | str | list | tuple | dict | None
+    public = {name: value for name, value in vars(learner).items() if not name.startswith("_")}
+    public = {name: value.item() if isinstance(value, np.generic) else value for name, value in public.items()}
+    return {name: repr(value) for name, value in public.items() if isinstance(value, plain)}
 
 
 def adapt_before_data_is_the_initialisation(make_learner: MakeLearner, stream: Stream) -> None:

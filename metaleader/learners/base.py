@@ -210,7 +210,7 @@ class Learner(ABC):
                 on the rows beside it; "batch" those of the rows it is called on, as in the paper.
             task: adapt to all that was observed under this name, in one round or in several, instead of D_t.
         """
-        data, classes = self._data(task), self._classes()
+        data, classes = self._adaptation_data(task), self._classes()
         how = self._adaptation()
         several = isinstance(steps, Sequence)
         default = 0 if how is None else how.steps
@@ -309,15 +309,18 @@ class Learner(ABC):
     def _num_updates(self, meta_steps: int) -> int:
         return meta_steps
 
-    def _data(self, task: str | None) -> Batch | None:
+    def _adaptation_data(self, task: str | None) -> Batch | None:
         """What to adapt to: D_t, or all datapoints of a task by its name."""
         if task is None:
             return self._buffer.current() if self.task is not None else None
         if isinstance(self._buffer, ClassBuffer):
             raise ValueError("n-way tasks keep their data by class, not by task; adapt to the open task, task=None")
-        if task not in {*self._buffer.names, self.task}:
-            raise ValueError(f"no task {task!r} has begun; there are {', '.join(dict.fromkeys(self._buffer.names))}")
-        return self._buffer.named(task)
+        if self._adaptation() is None:
+            raise ValueError(f"{type(self).__name__} is used as it is, and adapts to no task; leave task=None")
+        if str(task) not in {*self._buffer.names, self.task}:
+            known = ", ".join(dict.fromkeys(self._buffer.names)) or "none yet"
+            raise ValueError(f"nothing was observed under {task!r}; tasks with data: {known}")
+        return self._buffer.named(str(task))
 
     def _gather(self, draw: Draw) -> tuple[Batch | ClassBatch, Batch | ClassBatch]:
         """Support and query batches of one step's draw, with the tasks' classes where the network chooses by them."""

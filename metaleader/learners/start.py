@@ -73,7 +73,7 @@ def check_step_size(name: str, lr: StepSize, params: Params, only: str | None) -
     """Refuse step sizes that are negative, not finite, or not of the tensors that move."""
     moving = {key: params[key] for key in moving_names(params, only)}
     for key, value in step_sizes(lr, moving).items():
-        if not isinstance(value, int | float | np.number | torch.Tensor):
+        if not hasattr(value, "__float__"):
             raise ValueError(f"{name} must be a number, or one for each tensor by name; got {value!r} for {key}")
         if not (math.isfinite(float(value)) and float(value) >= 0):
             raise ValueError(f"{name} must be a finite number of at least 0, got {float(value)} for {key}")

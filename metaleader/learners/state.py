@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from metaleader.buffer import TaskBuffer
@@ -18,7 +19,7 @@ from metaleader.learners.start import Model
 from metaleader.losses import Loss
 from metaleader.network import scale_uint8
 from metaleader.precision import tf32
-from metaleader.store import load_tree, save_tree
+from metaleader.store import is_savable, load_tree, save_tree
 from metaleader.tasks import Batch, rows
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ _log = logging.getLogger("metaleader")
 _FILE, _FILE_VERSION = "metaleader-learner", 1
 # The callables among the hyperparameters: they are not saved, and must be passed again to `load`.
 _CALLABLES = ("optimizer", "weights", "preprocess")
+# What a learner has under names that an argument may have too.
+_NO_SETTINGS = ("model", "loss", "device", "engine", "round", "task")
 
 
 def load_state(learner: Learner, state: Mapping[str, Any]) -> None:
@@ -73,11 +76,19 @@ def save_learner(learner: Learner, path: str | os.PathLike[str]) -> None:
 
 
 def _own_settings(learner: Learner) -> dict[str, Any]:
-    """What the constructor of a class of the user's own takes, and the learner has under the same name."""
-    names = inspect.signature(type(learner)).parameters
-    found = {name: getattr(learner, name) for name in names if name != "loss" and hasattr(learner, name)}
-    plain = bool | int | float | str | list | tuple | dict | None
-    return {name: value for name, value in found.items() if isinstance(value, plain)}
+    """What the constructor of a class of the user's own takes, and the learner keeps under the same name."""
+    found = {}
+    for name, parameter in inspect.signature(type(learner)).parameters.items():
+        several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if several or name in _NO_SETTINGS or name in learner._hyperparameters or name not in vars(learner):
+            continue
+        value = vars(learner)[name]
+        value = value.item() if isinstance(value, np.generic) else value
+        if is_savable(value):
+            found[name] = value
+        else:
+            _log.warning("%s=%r is not saved with the learner: it is no tensor and no plain value", name, value)
+    return found
 
 
 def load_learner(
@@ -93,6 +104,8 @@ def load_learner(
         raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
     if saved != kind.__name__:
         raise ValueError(f"{path} holds a {saved}, not a {kind.__name__}; load it with {saved}.load")
+    takes = inspect.signature(kind).parameters
+    _require_functions(path, [name for name in given if name in takes and name not in callables])
     unknown = set(callables) - set(given) - {"device", "engine"}
     if unknown:
         raise ValueError(f"{sorted(unknown)} come from the file; change them on the learner, or build a new one")
@@ -103,16 +116,19 @@ def load_learner(
             f"{path} does not give a {kind.__name__} ({error}): it was saved with {', '.join(sorted(hyperparameters))};"
             " load it with the class that saved it, or use an intact copy"
         ) from error
-    # A class of the user's own may bring its functions itself.
+    # A class of the user's own may bring functions that it does not take.
     brought = {name for name in given if callable(value := learner._hyperparameters[name]) and value is not scale_uint8}
-    missing = [name for name in given if name not in brought | callables.keys()]
-    if missing:
-        raise ValueError(
-            f"{path} was saved with functions, which no file holds; pass {', '.join(f'{m}=...' for m in missing)}"
-        )
+    _require_functions(path, [name for name in given if name not in brought | callables.keys()])
     learner.load_state_dict(state)
     _compare_losses(path, tree.get("loss"), learner)
     return learner
+
+
+def _require_functions(path: str | os.PathLike[str], missing: list[str]) -> None:
+    if missing:
+        raise ValueError(
+            f"{path} was saved with functions, which no file holds; pass {', '.join(f'{name}=...' for name in missing)}"
+        )
 
 
 def _compare_losses(path: str | os.PathLike[str], before: Any, learner: Learner) -> None:
