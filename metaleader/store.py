@@ -121,7 +121,7 @@ def load_tree(path: str | os.PathLike[str], kind: str, version: int) -> dict[str
         raise ValueError(
             f"{path} has version {found} of the {kind} format, this release reads up to {version}; upgrade"
         )
-    if metadata.get("sha256", digest := _digest(metadata["tree"], tensors)) != digest:
+    if "sha256" in metadata and metadata["sha256"] != _digest(metadata["tree"], tensors):
         raise ValueError(f"{path} is damaged: its content is not what was written; use an intact copy")
     tree = _put_tensors(plain, tensors, path)
     if not isinstance(tree, dict):

@@ -126,8 +126,7 @@ def check_claims(folder: str | Path) -> list[Claim]:
     config = _read_config(Path(folder))
     preset = PRESETS[config["preset"]](config["schedule"])
     records = [record for record in read_records(folder) if record["protocol"] == "online"]
-    # All of the preset's: a run of the first few is not finished.
-    run = _Run(records, preset, PRESETS[config["preset"]]("standard"), preset.tasks, config["seeds"])
+    run = _Run(records, preset, PRESETS[config["preset"]]("standard"), config["seeds"])
     return [_judge(statement, run) for statement in STATEMENTS[config["preset"]]]
 
 
@@ -137,8 +136,12 @@ class _Run:
     preset: Preset
     # The sizes and margins are those of the standard schedule: a quick run may lack the sizes of the paper.
     standard: Preset
-    tasks: int
     seeds: int
+
+    @property
+    def tasks(self) -> int:
+        """All of the preset's: a run of the first few is not finished."""
+        return self.preset.tasks
 
     def allowed(self) -> float:
         """The error that the threshold of proficiency allows; 0.1, as on Rainbow MNIST, where there is none."""

@@ -54,7 +54,7 @@ def run_bench(
     if unknown or not what:
         raise ValueError(f"cannot measure {', '.join(unknown) or 'nothing'}; there are {', '.join(MEASUREMENTS)}")
     if out is not None:
-        open(out, "a").close()
+        open(out, "a").close()  # that it cannot be written is better known before
     place = machine.find_device(device)
     about: dict[str, Any] = {
         "device": machine.hardware(str(place)) if place.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",

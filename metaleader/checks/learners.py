@@ -114,7 +114,8 @@ def save_continues(make_learner: MakeLearner, stream: Stream) -> None:
         except ValueError:  # a class that brings its functions itself
             other = type(learner).load(path, learner._model, learner.loss)
     require_equal(learner.state_dict(), other.state_dict(), "the learner that was loaded is not the one saved")
-    lost = sorted(name for name, value in _settings(learner).items() if _settings(other).get(name) != value)
+    found = _settings(other)
+    lost = sorted(name for name, value in _settings(learner).items() if found.get(name) != value)
     require(
         not lost,
         f"{', '.join(lost)} of the learner that was loaded differ: does it keep them under the names of its arguments?",

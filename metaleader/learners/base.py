@@ -18,6 +18,7 @@ from metaleader.buffer import Draw, TaskBuffer, Weights
 from metaleader.classes import ClassBuffer
 from metaleader.engine import Engine, Mode
 from metaleader.inner import Params
+from metaleader.learners.adapted import adapted_nets
 from metaleader.learners.outer import OptimizerFactory, Outer, Schedule
 from metaleader.learners.start import Model, check_integer, initial_module
 from metaleader.learners.state import load_learner, load_state, save_learner
@@ -26,7 +27,6 @@ from metaleader.losses import Loss
 from metaleader.machine import known_device
 from metaleader.network import Network, Statistics, scale_uint8
 from metaleader.objective import Adaptation, Objective, without_rates
-from metaleader.precision import repeatable
 from metaleader.tasks import Batch, ClassBatch, Tree, check_alike, check_batch, num_rows, rng, to_device
 
 
@@ -196,7 +196,6 @@ class Learner(ABC):
         self, steps: Sequence[int], statistics: Statistics = "task", task: str | None = None
     ) -> list[nn.Module]: ...
 
-    @torch.no_grad()
     def adapt(
         self, steps: int | Sequence[int] | None = None, statistics: Statistics = "task", task: str | None = None
     ) -> nn.Module | list[nn.Module]:
@@ -210,27 +209,9 @@ class Learner(ABC):
                 on the rows beside it; "batch" those of the rows it is called on, as in the paper.
             task: adapt to all that was observed under this name, in one round or in several, instead of D_t.
         """
-        data, classes = self._adaptation_data(task), self._classes()
-        how = self._adaptation()
-        several = isinstance(steps, Sequence)
-        default = 0 if how is None else how.steps
-        wanted = list(steps) if isinstance(steps, Sequence) else [default if steps is None else steps]
-        for number in wanted:
-            check_integer("steps", number, 0)
-        nets: dict[int, nn.Module] = {}
-        params, done = self._outer.params, 0
-        for number in sorted(set(wanted)):
-            if how is not None and data is not None:
-                batch = data if classes is None else ClassBatch(*data, classes)
-                noise = self._adapt_noise(done, number, num_rows(data))
-                with repeatable():
-                    params = how.walk(self._network.loss_fn, params, batch, number - done, noise)
-                done = number
-            nets[number] = self._network.adapted(
-                params, data, statistics, like=self._buffer.store.data, classes=classes
-            )
-        chosen = [nets[number] for number in wanted]
-        return chosen if several else chosen[0]
+        if isinstance(steps, Sequence):
+            return adapted_nets(self, steps, statistics, task)
+        return adapted_nets(self, [steps], statistics, task)[0]
 
     @property
     def params(self) -> Params:
@@ -309,19 +290,6 @@ class Learner(ABC):
     def _num_updates(self, meta_steps: int) -> int:
         return meta_steps
 
-    def _adaptation_data(self, task: str | None) -> Batch | None:
-        """What to adapt to: D_t, or all datapoints of a task by its name."""
-        if task is None:
-            return self._buffer.current() if self.task is not None else None
-        if isinstance(self._buffer, ClassBuffer):
-            raise ValueError("n-way tasks keep their data by class, not by task; adapt to the open task, task=None")
-        if self._adaptation() is None:
-            raise ValueError(f"{type(self).__name__} is used as it is, and adapts to no task; leave task=None")
-        if str(task) not in {*self._buffer.names, self.task}:
-            known = ", ".join(dict.fromkeys(self._buffer.names)) or "none yet"
-            raise ValueError(f"nothing was observed under {task!r}; tasks with data: {known}")
-        return self._buffer.named(str(task))
-
     def _gather(self, draw: Draw) -> tuple[Batch | ClassBatch, Batch | ClassBatch]:
         """Support and query batches of one step's draw, with the tasks' classes where the network chooses by them."""
         support, query = self._buffer.gather(draw)
@@ -349,9 +317,3 @@ class Learner(ABC):
         shape = (self._objective.inner_steps + 1, num_tasks)
         drawn = [rng("dropout", self.seed, n).integers(2**31, size=shape) for n in numbers]
         return torch.from_numpy(np.stack(drawn)).to(self.device)
-
-    def _adapt_noise(self, done: int, stop: int, num_datapoints: int) -> Tensor | None:
-        if not self._network.has_dropout:
-            return None
-        drawn = rng("adapt dropout", self.seed, self.round, num_datapoints).integers(2**31, size=stop)
-        return torch.from_numpy(drawn[done:]).to(self.device)
