@@ -46,9 +46,8 @@ class Passes(Protocol):
         ...
 
 
-# The size of the largest tensor that a chain works with on the CPU: eagerly, and compiled, when calls are few and what
-# they leave should stay in the cache.
-_CPU_NUMBERS = {False: 2**22, True: 2**20}
+# The size of the largest tensor that a chain works with on the CPU.
+_CPU_NUMBERS = 2**22
 
 
 class ChainGradient:
@@ -91,7 +90,7 @@ class ChainGradient:
         if not tree_leaves(query)[0].is_cuda:
             # Tensors that a CPU's allocator keeps, instead of asking the system for their pages each time.
             images = max(tree_leaves(batch)[0].shape[2] for batch in (support, query))
-            most = _CPU_NUMBERS[self._compiled] // (replicas * images * self.plan.largest)
+            most = _CPU_NUMBERS // (replicas * images * self.plan.largest)
             chunk = min(chunk, max(1, most))
             if self._compiled:
                 # A smaller rest would be compiled once more.
