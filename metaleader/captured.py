@@ -29,7 +29,9 @@ class Captured:
                 program(*given)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool), compiling():
+        # What runs beside the main stream has time; its kernels would else take the GPU first.
+        main = torch.cuda.Stream(priority=-1)
+        with torch.cuda.graph(self._graph, pool=pool, stream=main), compiling():
             outputs, self._out_form = tree_flatten(program(*given))
         self._outputs = outputs
         self._program = program

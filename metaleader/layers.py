@@ -107,6 +107,21 @@ class Conv2d(nn.Module):
         return out if self.bias is None else out + self.bias.view(1, -1, 1, 1)
 
 
+class Linear(nn.Linear):
+    """A linear layer that is fused with what is around it where it is small and compiled for a GPU.
+
+    As a matrix product it would be a kernel of its own, and so would be each of its derivatives.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map rows (N, features)."""
+        small = input.ndim == 2 and input.shape[0] * self.weight.numel() <= 2**16
+        if not (small and input.is_cuda and torch.compiler.is_compiling()):
+            return super().forward(input)
+        out = (input[:, None] * self.weight).sum(-1)
+        return out if self.bias is None else out + self.bias
+
+
 class SeededDropout(nn.Module):
     """Dropout whose mask is a function of a seed and the position alone: the same on every device, replayed at will.
 

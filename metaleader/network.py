@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.inner import Params
-from metaleader.layers import BatchNorm, Conv2d, SeededDropout
+from metaleader.layers import BatchNorm, Conv2d, Linear, SeededDropout
 from metaleader.losses import Loss, takes_labels
 from metaleader.models import TaskLogits
 from metaleader.tasks import Batch, ClassBatch, Tree, num_rows, row_signature, rows
@@ -279,6 +279,8 @@ def _functional_copy(module: nn.Module) -> nn.Module:
             replaced[part] = BatchNorm(part)
         elif type(part) is nn.Conv2d and Conv2d.replaces(part):
             replaced[part] = Conv2d(part)
+        elif type(part) is nn.Linear:
+            part.__class__ = Linear
         elif isinstance(part, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
             replaced[part] = SeededDropout(part.p, isinstance(part, _CHANNEL_DROPOUT))
     for parent in list(module.modules()):

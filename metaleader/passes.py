@@ -102,9 +102,13 @@ class TorchPasses:
         """The tangent of `backward`: the Hessian times v, given the tangent of the slope at the output."""
         return self._back_tangent(flat, saved.patches, saved.ahead, saved.back, v, moved, slope_dot)
 
+    def whole(self, parts: Tensor) -> Tensor:
+        """The gradient as it is: it has one part."""
+        return parts
+
     def descend(self, base: Tensor, parts: Tensor, rates: Tensor | None) -> Tensor:
-        """Subtract the parts, times step sizes if there are any."""
-        return base - parts[:, 0] if rates is None else torch.addcmul(base, parts[:, 0], rates, value=-1)
+        """Subtract the gradient, times step sizes if there are any."""
+        return base - parts if rates is None else torch.addcmul(base, parts, rates, value=-1)
 
     def _forward(self, flat: Tensor, patches: Tensor) -> tuple[Tensor, list[_Ahead]]:
         plan, saved = self.plan, []
@@ -135,7 +139,7 @@ class TorchPasses:
             saved.append(_Back(above, slope, a, b, mean, along))
             slope = torch.addcmul(-a * mean, above, a).addcmul_(away, b)
         parts.append(torch.bmm(patches.mT, slope).flatten(1))
-        return torch.cat(parts[::-1], 1)[:, None], saved[::-1]
+        return torch.cat(parts[::-1], 1), saved[::-1]
 
     def _forward_tangent(
         self, flat: Tensor, patches: Tensor, ahead: list[_Ahead], back: list[_Back], v: Tensor
@@ -181,7 +185,7 @@ class TorchPasses:
             r = a * (inverse * along * dot.mean - mean_dot) - dot.f * mean
             slope_dot = torch.addcmul(r, above_dot, a).addcmul_(above, dot.f).addcmul_(dot.y, b).addcmul_(away, e)
         parts.append(torch.bmm(patches.mT, slope_dot).flatten(1))
-        return torch.cat(parts[::-1], 1)[:, None]
+        return torch.cat(parts[::-1], 1)
 
 
 def _columns(plan: Plan, i: int, z: Tensor, passed: Tensor | None) -> Tensor:

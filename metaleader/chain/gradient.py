@@ -29,19 +29,23 @@ class Passes(Protocol):
         """The last convolution's output, and what the other passes need."""
         ...
 
-    def backward(self, flat: Tensor, saved: Any, slope: Tensor) -> Tensor:
-        """The gradient with respect to the flat parameters, in parts (tasks, parts, total) that add up."""
+    def backward(self, flat: Tensor, saved: Any, slope: Tensor) -> Any:
+        """The gradient with respect to the flat parameters, in parts that `whole` and `descend` add up."""
         ...
 
     def forward_tangent(self, flat: Tensor, saved: Any, v: Tensor) -> tuple[Tensor, Any]:
         """The tangent of `forward` in direction v of the parameters, and what `backward_tangent` needs of it."""
         ...
 
-    def backward_tangent(self, flat: Tensor, saved: Any, v: Tensor, moved: Any, slope_dot: Tensor) -> Tensor:
+    def backward_tangent(self, flat: Tensor, saved: Any, v: Tensor, moved: Any, slope_dot: Tensor) -> Any:
         """The tangent of `backward`: the Hessian times v, in parts."""
         ...
 
-    def descend(self, base: Tensor, parts: Tensor, rates: Tensor | None) -> Tensor:
+    def whole(self, parts: Any) -> Tensor:
+        """The sum of the parts, (tasks, total)."""
+        ...
+
+    def descend(self, base: Tensor, parts: Any, rates: Tensor | None) -> Tensor:
         """Subtract the sum of the parts, times step sizes if there are any."""
         ...
 
@@ -178,7 +182,7 @@ class ChainGradient:
         """Each task's query loss and its gradient, there and then."""
         y, saved = self.passes.forward(flat, patches)
         losses, slope, gradient = self._query(y, head, target)
-        return losses, self.passes.backward(flat, saved, slope).sum(1), gradient
+        return losses, self.passes.whole(self.passes.backward(flat, saved, slope)), gradient
 
     def _way_through_head(
         self, flat: Tensor, head: Params, rates: _Rates, support: Batch | ClassBatch, query: Batch | ClassBatch
@@ -206,7 +210,7 @@ class ChainGradient:
             if self.objective.every_step and path:
                 own = self._query(asked, head, query[1:])
                 losses, slope, lam_head = tree_map(torch.add, (losses, slope, lam_head), own)
-        lam = self.passes.backward(flat, saved_asked, slope).sum(1)
+        lam = self.passes.whole(self.passes.backward(flat, saved_asked, slope))
         if not self.objective.first_order:
             lam = self.passes.descend(lam, self.passes.backward(flat, saved, curved), None)
         return _Found(losses, lam, lam_head, along, along_head)

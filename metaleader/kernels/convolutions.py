@@ -9,6 +9,24 @@ import triton.language as tl
 from metaleader.kernels.batchnorm import finish, input_constants, slope_constants, slopes
 
 
+@triton.jit
+def add_product(acc, a, b, PREC: tl.constexpr):
+    """Add a b to acc: by one TF32 product, or in float32 by three, of what TF32 holds of each and of the rest.
+
+    Tensor cores cut off what they add up, so the long sum is not left to them. Triton's own three products ("tf32x3")
+    are the same, and look for infinities besides.
+    """
+    if PREC == "tf32":
+        acc = tl.dot(a, b, acc, input_precision="tf32")
+    else:
+        a_high = (a.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        b_high = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        three = tl.dot(a - a_high, b_high, input_precision="tf32")
+        three = tl.dot(a_high, b - b_high, three, input_precision="tf32")
+        acc += tl.dot(a_high, b_high, three, input_precision="tf32")
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows", "rows_in", "blocks", "H", "W", "OH", "OW"])
 def forward_kernel(
     X, XSTATS, XD, XDSTATS, FLAT, V, Y, YSTATS, OUT, PART, COUNT, OUTSTATS,
@@ -35,7 +53,7 @@ def forward_kernel(
             inside = k < CIN
             value = tl.load(X + m[:, None] * CIN + k[None, :], mask=there[:, None] & inside[None, :], other=0.0)
             weight = tl.load(weights + weight_at + k[:, None] * COUT + o[None, :], mask=inside[:, None], other=0.0)
-            acc = tl.dot(value, weight, acc, input_precision=PREC)
+            acc = add_product(acc, value, weight, PREC)
     else:
         c = tl.arange(0, CIN)
         mean, A, shift, F, D = input_constants(XSTATS, XDSTATS, flat, v, b, norm_at, c, CIN, TANGENT)
@@ -54,10 +72,10 @@ def forward_kernel(
             if TANGENT:
                 dot = tl.load(XD + at, mask=ok[:, None], other=0.0)
                 a_dot = tl.where(a > 0, dot * A[None, :] + away * F[None, :] + D[None, :], 0.0)
-                acc = tl.dot(a_dot, weight, acc, input_precision=PREC)
-                acc = tl.dot(a, tl.load(v + at_weight), acc, input_precision=PREC)
+                acc = add_product(acc, a_dot, weight, PREC)
+                acc = add_product(acc, a, tl.load(v + at_weight), PREC)
             else:
-                acc = tl.dot(a, weight, acc, input_precision=PREC)
+                acc = add_product(acc, a, weight, PREC)
     at = m[:, None] * COUT + o[None, :]
     OUT += wide * rows * COUT
     tl.store(OUT + at, acc, mask=there[:, None])
@@ -79,27 +97,26 @@ def forward_kernel(
         finish(PART, COUNT, OUTSTATS, b, block, blocks, rows, BM, EPS, COUT, not TANGENT)
 
 
-@triton.jit(do_not_specialize=["images", "blocks", "class_blocks", "H", "W", "OH", "OW"])
+@triton.jit(do_not_specialize=["images", "blocks", "cell_blocks", "share", "H", "W", "OH", "OW"])
 def input_kernel(
     G, GSTATS, Y, YSTATS, GD, GDSTATS, YD, YDSTATS, FLAT, V,
     LOW, LOWSTATS, LOWD, LOWDSTATS, LOWG, OUT, PART, COUNT, OUTSTATS,
-    images, blocks, class_blocks, total, above_at, norm_at, weight_at, H, W, OH, OW,
+    images, blocks, cell_blocks, share, total, above_at, norm_at, weight_at, H, W, OH, OW,
     CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, S: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, TOP: tl.constexpr, TANGENT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient at the ReLU before a layer; rows are divided by their remainder modulo the stride."""
+    """The gradient at the ReLU before a layer, by cells of stride x stride pixels.
+
+    The first pixels of all cells see the same taps, and so do the second ones: a block takes cells, and of each a share
+    of the pixels, one after the other.
+    """
     block, b = tl.program_id(0), tl.program_id(1)
     wide = b.to(tl.int64)
-    part_of = block // class_blocks
-    below, right = part_of // S, part_of % S
-    high, across = (H - below + S - 1) // S, (W - right + S - 1) // S
-    size = tl.maximum(high * across, 1)
-    m = (block - part_of * class_blocks) * BM + tl.arange(0, BM)
-    there = m < images * high * across
-    n = m // size
-    y = (m - n * size) // tl.maximum(across, 1)
-    x = (m - n * size - y * across) * S + right
-    y = y * S + below
+    high, across = (H + S - 1) // S, (W + S - 1) // S
+    m = block % cell_blocks * BM + tl.arange(0, BM)
+    n = m // (high * across)
+    cell_y = (m - n * (high * across)) // across
+    cell_x = m - n * (high * across) - cell_y * across
     c, o = tl.arange(0, CIN), tl.arange(0, COUT)
     flat = FLAT + wide * total
     v = V + wide * total
@@ -108,48 +125,62 @@ def input_kernel(
     Y += beyond
     GD += beyond
     YD += beyond
+    lower = wide * images * H * W * CIN
+    LOW += lower
+    LOWD += lower
+    LOWG += lower
+    OUT += lower
     mean, A, B, D, F, E, R = slope_constants(
         GSTATS, YSTATS, GDSTATS, YDSTATS, flat, v, b, above_at, o, COUT, TOP, TANGENT
     )
-    acc = tl.zeros((BM, CIN), tl.float32)
-    for ky in range((below + PAD) % S, K, S):
-        for kx in range((right + PAD) % S, K, S):
+    low_mean = tl.load(LOWSTATS + b * 2 * CIN + c)[None, :]
+    inverse = tl.load(LOWSTATS + b * 2 * CIN + CIN + c)[None, :]
+    scale = tl.load(flat + norm_at + c)[None, :] * inverse
+    shift = tl.load(flat + norm_at + CIN + c)[None, :]
+    dot_mean, dot_along = low_mean, low_mean
+    if TANGENT:
+        dot_mean = tl.load(LOWDSTATS + b * 2 * CIN + c)[None, :]
+        dot_along = tl.load(LOWDSTATS + b * 2 * CIN + CIN + c)[None, :]
+    first = tl.zeros((BM, CIN), tl.float32)
+    second = tl.zeros((BM, CIN), tl.float32)
+    for pixel in range(block // cell_blocks * share, block // cell_blocks * share + share):
+        below, right = pixel // S, pixel % S
+        y, x = cell_y * S + below, cell_x * S + right
+        there = (n < images) & (y < H) & (x < W)
+        first_ky, first_kx = (below + PAD) % S, (right + PAD) % S
+        taps_across = (K - first_kx + S - 1) // S
+        acc = tl.zeros((BM, CIN), tl.float32)
+        for tap in range((K - first_ky + S - 1) // S * taps_across):
+            ky, kx = first_ky + tap // taps_across * S, first_kx + tap % taps_across * S
             to_y, to_x = (y + PAD - ky) // S, (x + PAD - kx) // S
             ok = there & (y + PAD >= ky) & (to_y < OH) & (x + PAD >= kx) & (to_x < OW)
             at = ((n * OH + to_y) * OW + to_x)[:, None] * COUT + o[None, :]
             slope, slope_dot = slopes(G, Y, GD, YD, at, ok[:, None], mean, A, B, D, F, E, R, TOP, TANGENT)
             at_weight = weight_at + ((ky * K + kx) * CIN + c)[None, :] * COUT + o[:, None]
-            weight = tl.load(flat + at_weight)
-            acc = tl.dot(slope_dot, weight, acc, input_precision=PREC)
+            acc = add_product(acc, slope_dot, tl.load(flat + at_weight), PREC)
             if TANGENT:
-                acc = tl.dot(slope, tl.load(v + at_weight), acc, input_precision=PREC)
-    at = ((n * H + y) * W + x)[:, None] * CIN + c[None, :]
-    lower = wide * images * H * W * CIN
-    ok = there[:, None]
-    mean = tl.load(LOWSTATS + b * 2 * CIN + c)[None, :]
-    inverse = tl.load(LOWSTATS + b * 2 * CIN + CIN + c)[None, :]
-    scale = tl.load(flat + norm_at + c)[None, :]
-    shift = tl.load(flat + norm_at + CIN + c)[None, :]
-    away = tl.load(LOW + lower + at, mask=ok, other=0.0) - mean
-    acc = tl.where(ok & (away * (scale * inverse) + shift > 0), acc, 0.0)
-    tl.store(OUT + lower + at, acc, mask=ok)
-    scaled = away * inverse
-    around = acc * scaled
-    if TANGENT:
-        dot_mean = tl.load(LOWDSTATS + b * 2 * CIN + c)[None, :]
-        dot_along = tl.load(LOWDSTATS + b * 2 * CIN + CIN + c)[None, :]
-        dot = tl.load(LOWD + lower + at, mask=ok, other=0.0)
-        around += tl.load(LOWG + lower + at, mask=ok, other=0.0) * inverse * (dot - dot_mean - scaled * dot_along)
+                acc = add_product(acc, slope, tl.load(v + at_weight), PREC)
+        at = ((n * H + y) * W + x)[:, None] * CIN + c[None, :]
+        ok = there[:, None]
+        away = tl.load(LOW + at, mask=ok, other=0.0) - low_mean
+        acc = tl.where(ok & (away * scale + shift > 0), acc, 0.0)
+        tl.store(OUT + at, acc, mask=ok)
+        first += acc
+        second += acc * away * inverse
+        if TANGENT:
+            dot = tl.load(LOWD + at, mask=ok, other=0.0)
+            above = tl.load(LOWG + at, mask=ok, other=0.0)
+            second += above * inverse * (dot - dot_mean - away * inverse * dot_along)
     part = PART + (wide * blocks + block) * 2 * CIN
-    tl.store(part + c, tl.sum(acc, 0))
-    tl.store(part + CIN + c, tl.sum(tl.where(ok, around, 0.0), 0))
+    tl.store(part + c, tl.sum(first, 0))
+    tl.store(part + CIN + c, tl.sum(second, 0))
     finish(PART, COUNT, OUTSTATS, b, block, blocks, images * H * W, BM, 0.0, CIN, False)
 
 
-@triton.jit(do_not_specialize=["rows", "rows_in", "groups", "chunk", "chunks", "H", "W", "OH", "OW"])
+@triton.jit(do_not_specialize=["rows", "rows_in", "groups", "chunk", "H", "W", "OH", "OW"])
 def weight_kernel(
     X, XSTATS, XD, XDSTATS, G, GSTATS, Y, YSTATS, GD, GDSTATS, YD, YDSTATS, FLAT, V, OUT,
-    rows, rows_in, groups, chunk, chunks, total, norm_at, above_at, weight_at, H, W, OH, OW,
+    rows, rows_in, groups, chunk, parts_at, num_parts, total, norm_at, above_at, H, W, OH, OW,
     CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, S: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr, TOP: tl.constexpr, TANGENT: tl.constexpr,
     PREC: tl.constexpr,
@@ -186,7 +217,7 @@ def weight_kernel(
         if FIRST:
             ok = there[:, None] & inside[None, :]
             value = tl.load(X + m[:, None] * CIN + k[None, :], mask=ok, other=0.0)
-            acc = tl.dot(tl.trans(value), slope_dot, acc, input_precision=PREC)
+            acc = add_product(acc, tl.trans(value), slope_dot, PREC)
         else:
             n = m // (OH * OW)
             y = (m - n * (OH * OW)) // OW
@@ -197,30 +228,41 @@ def weight_kernel(
             at = (((n * H)[:, None] + from_y) * W + from_x) * CIN + c[None, :]
             away = tl.load(X + at, mask=ok, other=0.0) - x_mean[None, :]
             a = tl.where(ok, tl.maximum(away * x_A[None, :] + x_shift[None, :], 0.0), 0.0)
-            acc = tl.dot(tl.trans(a), slope_dot, acc, input_precision=PREC)
+            acc = add_product(acc, tl.trans(a), slope_dot, PREC)
             if TANGENT:
                 dot = tl.load(XD + at, mask=ok, other=0.0)
                 a_dot = tl.where(a > 0, dot * x_A[None, :] + away * x_F[None, :] + x_D[None, :], 0.0)
-                acc = tl.dot(tl.trans(a_dot), slope, acc, input_precision=PREC)
-    out = OUT + (wide * chunks + part) * total
-    tl.store(out + weight_at + k[:, None] * COUT + o[None, :], acc, mask=inside[:, None])
+                acc = add_product(acc, tl.trans(a_dot), slope, PREC)
+    out = OUT + wide * num_parts + parts_at + part * (K * K * CIN * COUT + (0 if TOP else 2 * COUT))
+    tl.store(out + k[:, None] * COUT + o[None, :], acc, mask=inside[:, None])
     if not TOP:
+        out += K * K * CIN * COUT
         sums = GDSTATS if TANGENT else GSTATS
         here = tl.where(part == 0, rows * 1.0, 0.0)
         first = o < tl.where(group == 0, COUT, 0)
-        tl.store(out + above_at + o, tl.load(sums + b * 2 * COUT + COUT + o) * here, mask=first)
-        tl.store(out + above_at + COUT + o, tl.load(sums + b * 2 * COUT + o) * here, mask=first)
+        tl.store(out + o, tl.load(sums + b * 2 * COUT + COUT + o) * here, mask=first)
+        tl.store(out + COUT + o, tl.load(sums + b * 2 * COUT + o) * here, mask=first)
 
 
 @triton.jit
-def descend_kernel(BASE, PARTS, RATES, OUT, total, chunks, row, BLOCK: tl.constexpr, RATED: tl.constexpr):
-    """Parameters less the sum of the parts, times step sizes with RATED."""
+def descend_kernel(
+    BASE, PARTS, RATES, OUT, WHERE, total, num_parts, row,
+    BLOCK: tl.constexpr, RATED: tl.constexpr, BASED: tl.constexpr,
+):  # fmt: skip
+    """Parameters less the sum of the parts, times step sizes with RATED; without BASED, the sum itself."""
     b = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ok = i < total
+    # A block of one layer's parameters: where it begins and ends, where its first part is, and how far apart they are.
+    where = WHERE + tl.program_id(0) * 5
+    i = tl.multiple_of(tl.load(where), 16) + tl.arange(0, BLOCK)
+    ok = i < tl.multiple_of(tl.load(where + 1), 16)
+    part = PARTS + b * num_parts + tl.multiple_of(tl.load(where + 2), 16) + tl.arange(0, BLOCK)
+    apart = tl.multiple_of(tl.load(where + 3), 16)
     change = tl.zeros((BLOCK,), tl.float32)
-    for part in range(chunks):
-        change += tl.load(PARTS + (b * chunks + part) * total + i, mask=ok, other=0.0)
+    for _ in range(tl.load(where + 4)):
+        change += tl.load(part, mask=ok, other=0.0)
+        part += apart
     if RATED:
         change = change * tl.load(RATES + b * row + i, mask=ok, other=0.0)
-    tl.store(OUT + b * total + i, tl.load(BASE + b * total + i, mask=ok, other=0.0) - change, mask=ok)
+    if BASED:
+        change = tl.load(BASE + b * total + i, mask=ok, other=0.0) - change
+    tl.store(OUT + b * total + i, change, mask=ok)

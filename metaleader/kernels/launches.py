@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import triton
@@ -27,12 +27,33 @@ class _Saved:
     above_stats: list[Tensor]
 
 
+class _Division(NamedTuple):
+    """How the rows of each layer are divided for the gradients of the weights, and where the parts are.
+
+    A part of a layer holds its weight and the batch norm after it, as they follow each other in the flat parameters.
+    """
+
+    chunks: list[int]
+    starts: list[int]
+    size: int
+    # Of each block of parameters: its begin and end, where its first part is, the way to the next one, their number.
+    blocks: Tensor
+
+
+class _Parts(NamedTuple):
+    """A gradient in parts, (tasks, size of the division)."""
+
+    values: Tensor
+    division: _Division
+
+
 class TritonPasses:
     """The four passes on a GPU, in float32; the plan's first layer has inputs in multiples of 16."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._counts: dict[int, Tensor] = {}
+        self._divisions: dict[tuple[int, int], _Division] = {}
 
     @staticmethod
     def takes(layers: Sequence[Layer]) -> bool:
@@ -49,7 +70,7 @@ class TritonPasses:
             saved.stats.append(stats)
         return saved.y[-1], saved
 
-    def backward(self, flat: Tensor, saved: _Saved, slope: Tensor) -> Tensor:
+    def backward(self, flat: Tensor, saved: _Saved, slope: Tensor) -> _Parts:
         """The gradient in parts."""
         return self._run_backward(flat, flat, saved, slope, None, slope)
 
@@ -62,18 +83,27 @@ class TritonPasses:
             moved.stats.append(stats)
         return moved.y[-1], moved
 
-    def backward_tangent(self, flat: Tensor, saved: _Saved, v: Tensor, moved: _Saved, slope_dot: Tensor) -> Tensor:
+    def backward_tangent(self, flat: Tensor, saved: _Saved, v: Tensor, moved: _Saved, slope_dot: Tensor) -> _Parts:
         """The Hessian times v, in parts."""
         return self._run_backward(flat, v, saved, saved.above[-1], moved, slope_dot)
 
-    def descend(self, base: Tensor, parts: Tensor, rates: Tensor | None) -> Tensor:
+    def descend(self, base: Tensor, parts: _Parts, rates: Tensor | None) -> Tensor:
         """Subtract the sum of the parts, times step sizes if there are any."""
-        out = torch.empty_like(base)
-        tasks, chunks, total = parts.shape
-        grid = (triton.cdiv(total, 1024), tasks)
+        return self._add_up(base, parts, rates)
+
+    def whole(self, parts: _Parts) -> Tensor:
+        """The sum of the parts."""
+        return self._add_up(None, parts, None)
+
+    def _add_up(self, base: Tensor | None, parts: _Parts, rates: Tensor | None) -> Tensor:
+        values, division = parts
+        out = values.new_empty(len(values), self.plan.total)
         # One row of step sizes for all tasks, or one for each.
-        row = total if rates is not None and len(rates) > 1 else 0
-        descend_kernel[grid](base, parts, rates, out, total, chunks, row, BLOCK=1024, RATED=rates is not None)
+        row = self.plan.total if rates is not None and len(rates) > 1 else 0
+        descend_kernel[(len(division.blocks), len(values))](
+            base, values, rates, out, division.blocks, self.plan.total, division.size, row,
+            BLOCK=_BLOCK, RATED=rates is not None, BASED=base is not None,
+        )  # fmt: skip
         return out
 
     def _run_forward(
@@ -83,7 +113,7 @@ class TritonPasses:
         (high, wide), (out_high, out_wide) = self.plan.sizes[i : i + 2]
         tasks, images = len(flat), saved.patches.shape[1] // (self.plan.sizes[1][0] * self.plan.sizes[1][1])
         rows = images * out_high * out_wide
-        block, depth, warps, stages = _forward_tile(rows, layer.filters, first)
+        block, depth, warps, stages = _forward_tile(rows, layer, first)
         blocks = triton.cdiv(rows, block)
         out = flat.new_empty(tasks, rows, layer.filters)
         part, stats = flat.new_empty(tasks, blocks, 2, layer.filters), flat.new_empty(tasks, 2, layer.filters)
@@ -102,9 +132,10 @@ class TritonPasses:
 
     def _run_backward(
         self, flat: Tensor, v: Tensor, saved: _Saved, slope: Tensor, moved: _Saved | None, slope_dot: Tensor
-    ) -> Tensor:
+    ) -> _Parts:
         top = len(self.plan.layers) - 1
-        parts = flat.new_empty(len(flat), _chunks(len(flat), saved.y[0].shape[1]), self.plan.total)
+        division = self._division(flat, [y.shape[1] for y in saved.y])
+        parts = _Parts(flat.new_empty(len(flat), division.size), division)
         # Gradients at the layer at hand with their statistics, and their tangents with theirs; at the top, the slope.
         above = (slope.contiguous(), slope)
         above_dot = (slope_dot.contiguous(), slope_dot) if moved else above
@@ -131,23 +162,38 @@ class TritonPasses:
         return parts
 
     def _run_weight(
-        self, i: int, saved: _Saved, moved: _Saved | None, slopes: tuple[Tensor, ...], parts: Tensor
+        self, i: int, saved: _Saved, moved: _Saved | None, slopes: tuple[Tensor, ...], parts: _Parts
     ) -> None:
         layer, first, top = self.plan.layers[i], i == 0, i == len(self.plan.layers) - 1
         (high, wide), (out_high, out_wide) = self.plan.sizes[i : i + 2]
         x, rows = self._inputs(i, saved, moved), saved.y[i].shape[1]
-        block, depth, warps, stages = _weight_tile(layer.filters, layer.channels, first, moved is not None)
-        groups = triton.cdiv(self.plan.inputs[i], depth)
-        chunks = parts.shape[1]
-        chunk = triton.cdiv(triton.cdiv(rows, chunks), block) * block
-        weight_kernel[(groups * chunks, len(parts))](
-            *x, *slopes, parts,
-            rows, x[0].shape[1], groups, chunk, chunks, self.plan.total, self._norm_at(i),
-            0 if top else self._norm_at(i + 1), self.plan.starts[i], high, wide, out_high, out_wide,
+        block, depth, warps, stages = _weight_tile(rows, layer, first, moved is not None)
+        groups, division = triton.cdiv(self.plan.inputs[i], depth), parts.division
+        chunk = triton.cdiv(triton.cdiv(rows, division.chunks[i]), block) * block
+        weight_kernel[(groups * division.chunks[i], len(x[0]))](
+            *x, *slopes, parts.values,
+            rows, x[0].shape[1], groups, chunk, division.starts[i], division.size, self.plan.total, self._norm_at(i),
+            0 if top else self._norm_at(i + 1), high, wide, out_high, out_wide,
             CIN=self.plan.inputs[0] if first else layer.channels, COUT=layer.filters, K=1 if first else layer.kernel,
             S=layer.stride, PAD=layer.padding, BM=block, BK=depth, FIRST=first, TOP=top, TANGENT=moved is not None,
             PREC=_precision(), num_warps=warps, num_stages=stages,
         )  # fmt: skip
+
+    def _division(self, like: Tensor, rows: list[int]) -> _Division:
+        key = (len(like), rows[0])
+        if key not in self._divisions:
+            chunks, starts, blocks, at = [], [], [], 0
+            ends = [*self.plan.starts[1:], self.plan.total]
+            for i, (begin, end) in enumerate(zip(self.plan.starts, ends, strict=True)):
+                groups = triton.cdiv(self.plan.inputs[i], _weight_tile(rows[i], self.plan.layers[i], i == 0, False)[1])
+                chunks.append(_chunks(len(like) * groups, rows[i]))
+                starts.append(at)
+                blocks += [(one, end, at + one - begin, end - begin, chunks[i]) for one in range(begin, end, _BLOCK)]
+                at += chunks[i] * (end - begin)
+            self._divisions[key] = _Division(
+                chunks, starts, at, torch.tensor(blocks, dtype=torch.int32, device=like.device)
+            )
+        return self._divisions[key]
 
     def _run_input(
         self, i: int, saved: _Saved, moved: _Saved | None, slopes: tuple[Tensor, ...]
@@ -156,14 +202,15 @@ class TritonPasses:
         (high, wide), (out_high, out_wide) = self.plan.sizes[i : i + 2]
         x = self._inputs(i, saved, moved)
         tasks, images = len(x[0]), x[0].shape[1] // (high * wide)
-        block, warps, stages = _input_tile(x[0].shape[1], layer.channels)
-        class_blocks = triton.cdiv(images * -(-high // stride) * -(-wide // stride), block)
-        blocks = class_blocks * stride * stride
+        cells = images * -(-high // stride) * -(-wide // stride)
+        block, share, warps, stages = _input_tile(tasks * cells, layer)
+        cell_blocks = triton.cdiv(cells, block)
+        blocks = cell_blocks * (stride * stride // share)
         out, stats = torch.empty_like(x[0]), x[0].new_empty(tasks, 2, layer.channels)
         part = x[0].new_empty(tasks, blocks, 2, layer.channels)
         input_kernel[(blocks, tasks)](
             *slopes, *x, saved.above[i - 1] if moved else out, out, part, self._count(x[0]), stats,
-            images, blocks, class_blocks, self.plan.total, 0 if top else self._norm_at(i + 1), self._norm_at(i),
+            images, blocks, cell_blocks, share, self.plan.total, 0 if top else self._norm_at(i + 1), self._norm_at(i),
             self.plan.starts[i], high, wide, out_high, out_wide,
             CIN=layer.channels, COUT=layer.filters, K=layer.kernel, S=stride, PAD=layer.padding,
             BM=block, TOP=top, TANGENT=moved is not None, PREC=_precision(), num_warps=warps, num_stages=stages,
@@ -214,38 +261,43 @@ class _Beside:
             torch.cuda.current_stream(self._device).wait_stream(self._streams[self._device])
 
 
-# Rows of a block, depth of a step, warps, stages: the best of a sweep on an H200 over the paper's three shapes.
+# Parameters of a block when parts are added up.
+_BLOCK = 1024
+
+# The best of sweeps on an H200 over the paper's shapes. Rows of a block, depth of a step, warps, stages:
 
 
-def _forward_tile(rows: int, filters: int, first: bool) -> tuple[int, int, int, int]:
+def _forward_tile(rows: int, layer: Layer, first: bool) -> tuple[int, int, int, int]:
     if first:
         return 64, 16, 2, 3
-    block = _block(rows, filters)
-    return block, 0, 4 if rows <= 64 or block >= 64 else 2, 3
-
-
-def _weight_tile(filters: int, channels: int, first: bool, tangent: bool) -> tuple[int, int, int, int]:
-    if first:
-        return 32, 16, 4 if filters >= 32 else 2, 3
-    return (16, 2 * channels, 2, 3 if channels < 32 else 1) if tangent else (32, 2 * channels, filters // 8, 1)
-
-
-def _input_tile(rows: int, channels: int) -> tuple[int, int, int]:
-    block = _block(rows, channels)
-    return block, 4 if block >= 64 else 2, 1
-
-
-def _block(rows: int, channels: int) -> int:
-    """Small blocks keep the GPU busy; with very many rows, larger ones keep their number down."""
-    block = 16 if channels >= 32 else 32
+    block = 16 if layer.filters >= 32 else 32 if rows < 2048 else 64
+    # With very many rows, larger blocks keep their number down.
     while rows > 512 * block and block < 128:
         block *= 2
-    return block
+    return block, 0, 4 if rows <= 64 or block == 128 else 2, 3
 
 
-def _chunks(tasks: int, rows: int) -> int:
-    """The parts that rows are divided into for the weights' gradients: many where few tasks have many rows."""
-    return 4 if tasks >= 16 else min(64, max(4, rows // 1024))
+def _weight_tile(rows: int, layer: Layer, first: bool, tangent: bool) -> tuple[int, int, int, int]:
+    if first:
+        return 32, 32, 2, 1
+    if rows <= 64:
+        return 16, layer.channels, 2, 1
+    if tangent:
+        return 16, 2 * layer.channels, 2, 3 if layer.channels < 32 else 1
+    return 32, 2 * layer.channels, layer.filters // 8, 1
+
+
+def _input_tile(cells: int, layer: Layer) -> tuple[int, int, int, int]:
+    """Cells of a block, pixels of a cell, warps, stages, by the cells of all tasks."""
+    if cells >= 2**13:
+        narrow = layer.channels < 32
+        return 64 if narrow and cells >= 2**15 else 32, layer.stride**2, 2, 3 if narrow else 1
+    return (32, 1, 2, 2) if cells >= 2**11 else (16, 1, 4 if cells <= 512 else 2, 3)
+
+
+def _chunks(columns: int, rows: int) -> int:
+    """The parts that rows are divided into for the weights' gradients: enough blocks, and no part too small."""
+    return max(1, min(max(600 // columns, min(4, rows // 128)), 64, triton.cdiv(rows, 32)))
 
 
 def _precision() -> str:
