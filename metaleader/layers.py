@@ -115,11 +115,15 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map rows (N, features)."""
-        small = input.ndim == 2 and input.shape[0] * self.weight.numel() <= 2**16
-        if not (small and input.is_cuda and torch.compiler.is_compiling()):
+        if not self.fuses(input):
             return super().forward(input)
         out = (input[:, None] * self.weight).sum(-1)
         return out if self.bias is None else out + self.bias
+
+    def fuses(self, input: Tensor) -> bool:
+        """Whether an input is mapped by sums of products."""
+        small = input.ndim == 2 and input.shape[0] * self.weight.numel() <= 2**16
+        return small and input.is_cuda and torch.compiler.is_compiling()
 
 
 class SeededDropout(nn.Module):

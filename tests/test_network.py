@@ -1,6 +1,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from metaleader import losses, models
 from metaleader.inner import adapt
-from metaleader.layers import SeededDropout, _hash
+from metaleader.layers import Linear, SeededDropout, _hash
 from metaleader.metagrad import meta_gradient
 from metaleader.network import Network
 from metaleader.tasks import Batch
@@ -65,6 +66,35 @@ def test_batch_norm_is_torchs(shape: tuple[int, ...], affine: bool):
     network = Network(nn.Sequential(layer, nn.Flatten(), nn.Linear(layer(normal("b", *shape))[0].numel(), 1).double()),
                       losses.squared_error)  # fmt: skip
     assert_close(network.module[0](normal("b", *shape)), layer(normal("b", *shape)), 1e-12)  # pyright: ignore
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_fused_linear_layer_is_torchs_with_its_second_derivative(bias: bool, monkeypatch: pytest.MonkeyPatch):
+    """What is compiled for a GPU, for many tasks at once, each with a weight of its own."""
+    layer = nn.Linear(3, 2, bias=bias)
+    network = Network(nn.Sequential(layer, nn.Tanh(), nn.Linear(2, 1)).double(), losses.squared_error)
+    assert type(network.module[0]) is Linear  # pyright: ignore[reportIndexIssue]
+    assert type(layer) is nn.Linear
+    batch = Batch(normal("x", 4, 5, 3), normal("y", 4, 5, 1))
+    gradient = lambda: meta_gradient(network.loss_fn, network.params(), batch, batch, 0.1, 2)  # noqa: E731
+    loss, expected = gradient()
+    monkeypatch.setattr(Linear, "fuses", lambda self, input: True)
+    found_loss, found = gradient()
+    assert_close(found_loss, loss, 1e-13)
+    for name, value in expected.items():
+        assert_close(found[name], value, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "on_gpu", "compiled", "fused"),
+    [(2048, True, True, True), (2049, True, True, False), (2048, False, True, False), (2048, True, False, False)],
+)
+def test_linear_layers_are_fused_where_they_are_small_and_compiled_for_a_gpu(
+    rows: int, on_gpu: bool, compiled: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    stand_in: Any = SimpleNamespace(ndim=2, shape=(rows, 8), is_cuda=on_gpu)
+    assert Linear(8, 4).fuses(stand_in) is fused
 
 
 def test_a_layer_used_twice_and_tied_weights():

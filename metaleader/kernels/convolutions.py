@@ -10,21 +10,33 @@ from metaleader.kernels.batchnorm import finish, input_constants, slope_constant
 
 
 @triton.jit
-def add_product(acc, a, b, PREC: tl.constexpr):
+def as_tf32(x):
+    """The nearest number that TF32 holds: ten bits after the first."""
+    return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def add_product(acc, lost, a, b, PREC: tl.constexpr):
     """Add a b to acc: by one TF32 product, or in float32 by three, of what TF32 holds of each and of the rest.
 
-    Tensor cores cut off what they add up, so the long sum is not left to them. Triton's own three products ("tf32x3")
-    are the same, and look for infinities besides.
+    Tensor cores cut off what they add up, so the long sum is not left to them, and what it loses is kept and added
+    later (Kahan's sum). Triton's own three products ("tf32x3") also look for infinities.
+
+    Returns:
+        The sum, and what it has lost.
     """
     if PREC == "tf32":
         acc = tl.dot(a, b, acc, input_precision="tf32")
     else:
-        a_high = (a.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        b_high = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        three = tl.dot(a - a_high, b_high, input_precision="tf32")
-        three = tl.dot(a_high, b - b_high, three, input_precision="tf32")
-        acc += tl.dot(a_high, b_high, three, input_precision="tf32")
-    return acc
+        a_high, b_high = as_tf32(a), as_tf32(b)
+        three = tl.dot(as_tf32(a - a_high), b_high, input_precision="tf32")
+        three = tl.dot(a_high, as_tf32(b - b_high), three, input_precision="tf32")
+        three = tl.dot(a_high, b_high, three, input_precision="tf32")
+        three -= lost
+        longer = acc + three
+        lost = (longer - acc) - three
+        acc = longer
+    return acc, lost
 
 
 @triton.jit(do_not_specialize=["rows", "rows_in", "blocks", "H", "W", "OH", "OW"])
@@ -45,7 +57,7 @@ def forward_kernel(
     XD += wide * rows_in * CIN
     flat = FLAT + wide * total
     v = V + wide * total
-    acc = tl.zeros((BM, COUT), tl.float32)
+    acc, lost = tl.zeros((BM, COUT), tl.float32), tl.zeros((BM, COUT), tl.float32)
     if FIRST:
         weights = v if TANGENT else flat
         for start in range(0, CIN, BK):
@@ -53,7 +65,7 @@ def forward_kernel(
             inside = k < CIN
             value = tl.load(X + m[:, None] * CIN + k[None, :], mask=there[:, None] & inside[None, :], other=0.0)
             weight = tl.load(weights + weight_at + k[:, None] * COUT + o[None, :], mask=inside[:, None], other=0.0)
-            acc = add_product(acc, value, weight, PREC)
+            acc, lost = add_product(acc, lost, value, weight, PREC)
     else:
         c = tl.arange(0, CIN)
         mean, A, shift, F, D = input_constants(XSTATS, XDSTATS, flat, v, b, norm_at, c, CIN, TANGENT)
@@ -72,10 +84,10 @@ def forward_kernel(
             if TANGENT:
                 dot = tl.load(XD + at, mask=ok[:, None], other=0.0)
                 a_dot = tl.where(a > 0, dot * A[None, :] + away * F[None, :] + D[None, :], 0.0)
-                acc = add_product(acc, a_dot, weight, PREC)
-                acc = add_product(acc, a, tl.load(v + at_weight), PREC)
+                acc, lost = add_product(acc, lost, a_dot, weight, PREC)
+                acc, lost = add_product(acc, lost, a, tl.load(v + at_weight), PREC)
             else:
-                acc = add_product(acc, a, weight, PREC)
+                acc, lost = add_product(acc, lost, a, weight, PREC)
     at = m[:, None] * COUT + o[None, :]
     OUT += wide * rows * COUT
     tl.store(OUT + at, acc, mask=there[:, None])
@@ -149,7 +161,7 @@ def input_kernel(
         there = (n < images) & (y < H) & (x < W)
         first_ky, first_kx = (below + PAD) % S, (right + PAD) % S
         taps_across = (K - first_kx + S - 1) // S
-        acc = tl.zeros((BM, CIN), tl.float32)
+        acc, lost = tl.zeros((BM, CIN), tl.float32), tl.zeros((BM, CIN), tl.float32)
         for tap in range((K - first_ky + S - 1) // S * taps_across):
             ky, kx = first_ky + tap // taps_across * S, first_kx + tap % taps_across * S
             to_y, to_x = (y + PAD - ky) // S, (x + PAD - kx) // S
@@ -157,9 +169,9 @@ def input_kernel(
             at = ((n * OH + to_y) * OW + to_x)[:, None] * COUT + o[None, :]
             slope, slope_dot = slopes(G, Y, GD, YD, at, ok[:, None], mean, A, B, D, F, E, R, TOP, TANGENT)
             at_weight = weight_at + ((ky * K + kx) * CIN + c)[None, :] * COUT + o[:, None]
-            acc = add_product(acc, slope_dot, tl.load(flat + at_weight), PREC)
+            acc, lost = add_product(acc, lost, slope_dot, tl.load(flat + at_weight), PREC)
             if TANGENT:
-                acc = add_product(acc, slope, tl.load(v + at_weight), PREC)
+                acc, lost = add_product(acc, lost, slope, tl.load(v + at_weight), PREC)
         at = ((n * H + y) * W + x)[:, None] * CIN + c[None, :]
         ok = there[:, None]
         away = tl.load(LOW + at, mask=ok, other=0.0) - low_mean
@@ -207,7 +219,7 @@ def weight_kernel(
     )
     if not FIRST:
         x_mean, x_A, x_shift, x_F, x_D = input_constants(XSTATS, XDSTATS, flat, v, b, norm_at, c, CIN, TANGENT)
-    acc = tl.zeros((BK, COUT), tl.float32)
+    acc, lost = tl.zeros((BK, COUT), tl.float32), tl.zeros((BK, COUT), tl.float32)
     stop = tl.minimum(part * chunk + chunk, rows)
     for start in range(part * chunk, stop, BM):
         m = start + tl.arange(0, BM)
@@ -217,7 +229,7 @@ def weight_kernel(
         if FIRST:
             ok = there[:, None] & inside[None, :]
             value = tl.load(X + m[:, None] * CIN + k[None, :], mask=ok, other=0.0)
-            acc = add_product(acc, tl.trans(value), slope_dot, PREC)
+            acc, lost = add_product(acc, lost, tl.trans(value), slope_dot, PREC)
         else:
             n = m // (OH * OW)
             y = (m - n * (OH * OW)) // OW
@@ -228,11 +240,11 @@ def weight_kernel(
             at = (((n * H)[:, None] + from_y) * W + from_x) * CIN + c[None, :]
             away = tl.load(X + at, mask=ok, other=0.0) - x_mean[None, :]
             a = tl.where(ok, tl.maximum(away * x_A[None, :] + x_shift[None, :], 0.0), 0.0)
-            acc = add_product(acc, tl.trans(a), slope_dot, PREC)
+            acc, lost = add_product(acc, lost, tl.trans(a), slope_dot, PREC)
             if TANGENT:
                 dot = tl.load(XD + at, mask=ok, other=0.0)
                 a_dot = tl.where(a > 0, dot * x_A[None, :] + away * x_F[None, :] + x_D[None, :], 0.0)
-                acc = add_product(acc, tl.trans(a_dot), slope, PREC)
+                acc, lost = add_product(acc, lost, tl.trans(a_dot), slope, PREC)
     out = OUT + wide * num_parts + parts_at + part * (K * K * CIN * COUT + (0 if TOP else 2 * COUT))
     tl.store(out + k[:, None] * COUT + o[None, :], acc, mask=inside[:, None])
     if not TOP:
