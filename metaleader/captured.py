@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +30,7 @@ class Captured:
                 program(*given)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        # What runs beside the main stream has time; its kernels would else take the GPU first.
-        main = torch.cuda.Stream(priority=-1)
-        with torch.cuda.graph(self._graph, pool=pool, stream=main), compiling():
+        with torch.cuda.graph(self._graph, pool=pool, stream=_main_stream(torch.cuda.current_device())), compiling():
             outputs, self._out_form = tree_flatten(program(*given))
         self._outputs = outputs
         self._program = program
@@ -44,6 +43,15 @@ class Captured:
         self._graph.replay()
         copies = torch._foreach_mul(self._outputs, 1)  # pyright: ignore[reportPrivateImportUsage]
         return tree_unflatten(list(copies), self._out_form)
+
+
+@functools.cache
+def _main_stream(device: int) -> torch.cuda.Stream:
+    """Where all graphs of a device are captured: memory of their pool is used again on one stream only.
+
+    It comes before other streams, which have time: kernels beside it would else take the GPU first.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -122,8 +122,10 @@ class Linear(nn.Linear):
 
     def fuses(self, input: Tensor) -> bool:
         """Whether an input is mapped by sums of products."""
-        small = input.ndim == 2 and input.shape[0] * self.weight.numel() <= 2**16
-        return small and input.is_cuda and torch.compiler.is_compiling()
+        # The size last: a program compiled for the CPU shall not depend on it.
+        if not (torch.compiler.is_compiling() and input.is_cuda):
+            return False
+        return input.ndim == 2 and input.shape[0] * self.weight.numel() <= 2**16
 
 
 class SeededDropout(nn.Module):

@@ -126,6 +126,9 @@ class Network:
         if statistics not in ("task", "batch"):
             raise ValueError(f"statistics must be 'task' or 'batch', got {statistics!r}")
         net = copy.deepcopy(self.module)
+        for part in net.modules():
+            if type(part) is Linear:
+                part.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
         for name, value in net.named_parameters():
             value.requires_grad_(True).copy_(params[name])
         net.eval()

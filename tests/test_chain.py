@@ -531,9 +531,13 @@ KERNELS = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 import test_chain
-from metaleader.kernels import TritonPasses
+from metaleader.kernels import TritonPasses, launches
 for model, size in test_chain.SHAPES:
     test_chain.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[2]))
+# As where there are many cells; the last shape has strides of one, two and three.
+launches._input_tile = lambda cells, layer: (16, layer.stride**2, 2, 1)
+test_chain.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[2]))
+test_chain.find_what_is_no_number(TritonPasses, torch.device(sys.argv[2]))
 print("all agree")
 """
 
@@ -587,6 +591,21 @@ def compare_passes(model: nn.Module, size: tuple[int, int], make: Any, device: t
         assert error < 5e-6, f"{name} is off by {error:.1e}"
 
 
+def find_what_is_no_number(make: Any, device: torch.device) -> None:
+    """A slope that is not a number, in the bits that a GPU gives it, is no number in the gradients that it reaches."""
+    chain = find_chain(Network(ml.models.conv_net(3, 9, 3, filters=16, layers=3), ml.losses.squared_error))
+    assert chain is not None
+    passes = make(Plan(chain.layers, (9, 9), 16))
+    params = {name: value[None].to(device) for name, value in chain.network.params().items()}
+    flat = passes.plan.flatten(params).expand(2, -1).contiguous()
+    y, saved = passes.forward(flat, passes.plan.patches(torch.ones(2, 3, 3, 9, 9, device=device)))
+    slope = torch.ones_like(y)
+    slope[0, 0, 0] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    gradient = passes.whole(passes.backward(flat, saved, slope))
+    assert gradient[0].isnan().any()
+    assert not gradient[1].isnan().any()
+
+
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is missing: its interpreter cannot be used")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -609,6 +628,7 @@ def test_kernels_on_the_gpu(images: int, cuda: torch.device) -> None:
 
     for model, size in [*SHAPES, (functools.partial(ml.models.conv_net, 10), (28, 28)), (ml.models.pose_net, (64, 64))]:
         compare_passes(model().to(cuda), size, TritonPasses, cuda, images)
+    find_what_is_no_number(TritonPasses, cuda)
 
 
 def learners(engine: Engine, device: torch.device, seeds: int, kind: Any = ml.FTML, **options: Any) -> list[ml.Learner]:

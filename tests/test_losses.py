@@ -25,6 +25,19 @@ def test_cross_entropy_that_is_compiled_is_the_same_with_its_second_derivative(m
     assert_close(torch.func.hessian(lambda z: loss(z).sum())(logits), eager[1], 1e-14)
 
 
+def test_a_class_may_be_ruled_out_by_minus_infinity():
+    logits = torch.tensor([[0.0, 0.0, -torch.inf]], dtype=torch.float64)
+    assert_close(cross_entropy(logits, torch.tensor([1])), torch.tensor([2.0], dtype=torch.float64).log(), 1e-14)
+
+
+def test_a_label_out_of_range_is_an_error_or_no_number(monkeypatch: pytest.MonkeyPatch):
+    logits, target = normal("logits", 3, 4), torch.tensor([0, 4, -1])
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        cross_entropy(logits, target)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert cross_entropy(logits, target).isnan().tolist() == [False, True, True]
+
+
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 4), (6, 2, 3)])
 def test_squared_error_averages_the_outputs_of_a_datapoint(shape: tuple[int, ...]):
     prediction, target = normal("p", *shape), normal("t", *shape)

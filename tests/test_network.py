@@ -274,6 +274,14 @@ def test_frozen_parameters_stay_bit_identical():
     assert same == {name: not name.startswith("3.") for name in before}
 
 
+def test_linear_layers_of_an_adapted_net_are_torchs_own():
+    """Whoever traces, exports or quantizes a net looks for them."""
+    network = Network(models.mlp(2, 1), losses.squared_error)
+    net = network.adapted(network.params(), None)
+    assert {type(part) for part in net.modules() if isinstance(part, nn.Linear)} == {nn.Linear}
+    assert any(type(part) is Linear for part in network.module.modules())
+
+
 def test_an_adapted_net_is_a_copy_that_can_be_trained_on():
     network = Network(MODULES["plain"], losses.cross_entropy)
     params = network.params()

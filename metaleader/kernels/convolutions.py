@@ -11,7 +11,7 @@ from metaleader.kernels.batchnorm import finish, input_constants, slope_constant
 
 @triton.jit
 def as_tf32(x):
-    """The nearest number that TF32 holds: ten bits after the first."""
+    """The nearest number that TF32 holds: ten bits after the first. What is no number may become zero."""
     return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
 
 
@@ -19,6 +19,7 @@ def as_tf32(x):
 def add_product(acc, lost, a, b, PREC: tl.constexpr):
     """Add a b to acc: by one TF32 product, or in float32 by three, of what TF32 holds of each and of the rest.
 
+    Of the rest it holds enough, and what is no number stays none there.
     Tensor cores cut off what they add up, so the long sum is not left to them, and what it loses is kept and added
     later (Kahan's sum). Triton's own three products ("tf32x3") also look for infinities.
 
@@ -29,8 +30,8 @@ def add_product(acc, lost, a, b, PREC: tl.constexpr):
         acc = tl.dot(a, b, acc, input_precision="tf32")
     else:
         a_high, b_high = as_tf32(a), as_tf32(b)
-        three = tl.dot(as_tf32(a - a_high), b_high, input_precision="tf32")
-        three = tl.dot(a_high, as_tf32(b - b_high), three, input_precision="tf32")
+        three = tl.dot(a - a_high, b_high, input_precision="tf32")
+        three = tl.dot(a_high, b - b_high, three, input_precision="tf32")
         three = tl.dot(a_high, b_high, three, input_precision="tf32")
         three -= lost
         longer = acc + three

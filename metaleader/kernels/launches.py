@@ -57,8 +57,8 @@ class TritonPasses:
 
     @staticmethod
     def takes(layers: Sequence[Layer]) -> bool:
-        """Whether the kernels are made for these layers: powers of two, as tensor cores like them."""
-        return all(layer.filters in (16, 32, 64, 128) for layer in layers)
+        """Whether the kernels are made for these layers: powers of two, as tensor cores like them, and not too many."""
+        return all(layer.filters in (16, 32, 64) for layer in layers)
 
     def forward(self, flat: Tensor, patches: Tensor) -> tuple[Tensor, _Saved]:
         """The last convolution's output, and what the other passes need."""
@@ -274,14 +274,14 @@ def _forward_tile(rows: int, layer: Layer, first: bool) -> tuple[int, int, int, 
     # With very many rows, larger blocks keep their number down.
     while rows > 512 * block and block < 128:
         block *= 2
-    return block, 0, 4 if rows <= 64 or block == 128 else 2, 3
+    return block, 0, 4 if rows <= 64 or block == 128 else 2, 2 if _is_wide(layer) else 3
 
 
 def _weight_tile(rows: int, layer: Layer, first: bool, tangent: bool) -> tuple[int, int, int, int]:
     if first:
         return 32, 32, 2, 1
-    if rows <= 64:
-        return 16, layer.channels, 2, 1
+    if rows <= 64 or _is_wide(layer):
+        return 16, layer.channels, max(2, layer.filters // 16), 1
     if tangent:
         return 16, 2 * layer.channels, 2, 3 if layer.channels < 32 else 1
     return 32, 2 * layer.channels, layer.filters // 8, 1
@@ -289,15 +289,23 @@ def _weight_tile(rows: int, layer: Layer, first: bool, tangent: bool) -> tuple[i
 
 def _input_tile(cells: int, layer: Layer) -> tuple[int, int, int, int]:
     """Cells of a block, pixels of a cell, warps, stages, by the cells of all tasks."""
+    if _is_wide(layer):
+        return 16, layer.stride**2 if cells >= 2**13 else 1, 4, 1
     if cells >= 2**13:
         narrow = layer.channels < 32
-        return 64 if narrow and cells >= 2**15 else 32, layer.stride**2, 2, 3 if narrow else 1
+        return (64 if cells >= 2**15 else 32, layer.stride**2, 2, 3) if narrow else (64, layer.stride**2, 4, 1)
     return (32, 1, 2, 2) if cells >= 2**11 else (16, 1, 4 if cells <= 512 else 2, 3)
 
 
+def _is_wide(layer: Layer) -> bool:
+    """Whether a tap's weight is large for registers and shared memory."""
+    return layer.channels * layer.filters > 32 * 32
+
+
 def _chunks(columns: int, rows: int) -> int:
-    """The parts that rows are divided into for the weights' gradients: enough blocks, and no part too small."""
-    return max(1, min(max(600 // columns, min(4, rows // 128)), 64, triton.cdiv(rows, 32)))
+    """The parts that rows are divided into for the weights' gradients: enough blocks, and no part small or empty."""
+    wanted = max(600 // columns, min(4, rows // 128), 1)
+    return triton.cdiv(rows, triton.cdiv(triton.cdiv(rows, min(wanted, 64)), 32) * 32)
 
 
 def _precision() -> str:
