@@ -179,7 +179,12 @@ def _count(tensor: Tensor) -> Tensor:
 
 
 def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for fixed shapes, in one piece; what is compiled is kept in the project's cache."""
+    """Compile a function for fixed shapes, in one piece; what is compiled is kept in the project's cache.
+
+    Left to itself, Inductor takes the time of several versions of a sum on the GPU and keeps the fastest, another one
+    when the machine is busy, and so other last bits. It is told not to as an option of this function: as a setting
+    of the whole program it holds for the first function only, since torch sets it back after every tracing.
+    """
     # Where nothing is set, torch sets a folder among the temporary ones, sometimes before we come here.
     with contextlib.suppress(OSError, KeyError, ImportError):
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -189,7 +194,7 @@ def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
             folder = cache_folder() / "compiled"
             folder.mkdir(parents=True, exist_ok=True)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    return torch.compile(function, dynamic=False, fullgraph=True, options={"deterministic": True})
 
 
 @contextlib.contextmanager
@@ -198,14 +203,11 @@ def compiling() -> Iterator[None]:
 
     Every learner and shape has its own compiled entry under one code object, so dynamo's limit of 8 is raised. What
     Inductor advises (TF32, another softmax) is not for the user, and must not stop a program whose warnings are errors.
-    Fused attention has no second derivative; the plain one has. Left to itself, Inductor takes the time of several
-    versions of a sum on the GPU and keeps the fastest, another one when the machine is busy, and so other last bits.
+    Fused attention has no second derivative; the plain one has.
     """
     import torch._dynamo.config  # takes a second, and eager programs do without it
-    import torch._inductor.config
 
     limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024)
-    repeats = torch._inductor.config.patch(deterministic=True)
-    with limits, repeats, sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+    with limits, sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -17,7 +17,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+from torch._inductor.utils import fresh_cache
 from torch.utils._pytree import tree_map
 
 import metaleader as ml
@@ -603,6 +606,23 @@ def test_bits_do_not_depend_on_what_was_differentiated_before(mode: Mode, cuda: 
     for one in runs[1:]:
         for name, value in runs[0].params.items():
             torch.testing.assert_close(one.params[name], value, rtol=0, atol=0)
+
+
+def test_no_sum_is_chosen_by_its_time(inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In none of several functions that are compiled one after the other: torch sets the setting back in between."""
+    seen: list[bool] = []
+    begin = GraphLowering.__init__
+
+    def watched(self: GraphLowering, *args: Any, **options: Any) -> None:
+        seen.append(bool(inductor_config.deterministic))
+        begin(self, *args, **options)
+
+    monkeypatch.setattr(GraphLowering, "__init__", watched)
+    with fresh_cache(), compiled_module.compiling():
+        for factor in (2, 3, 4):
+            compiled = compiled_module.compile_whole(lambda x: (x * factor).sum(0))  # noqa: B023
+            assert compiled(torch.ones(3, 2)).tolist() == [3 * factor] * 2
+    assert seen == [True] * 3
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
