@@ -622,7 +622,7 @@ def cuda() -> torch.device:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("images", [3, 40])
+@pytest.mark.parametrize("images", [3, 40, 180])
 def test_kernels_on_the_gpu(images: int, cuda: torch.device) -> None:
     from metaleader.kernels import TritonPasses
 
