@@ -34,8 +34,10 @@ def cross_entropy(prediction: Tensor, target: Tensor, smoothing: float = 0.0) ->
     if torch.compiler.is_compiling():
         # The derivative of a gather is a scatter, which no compiler fuses with what is around it. A gather fails for a
         # label out of range; here its loss is not a number.
-        own = target.long()[:, None] == torch.arange(logs.shape[1], device=logs.device)
-        picked = torch.where(own.any(1), torch.where(own, logs, 0.0).sum(1), torch.nan)
+        labels = target.long()
+        own = labels[:, None] == torch.arange(logs.shape[1], device=logs.device)
+        known = (labels >= 0) & (labels < logs.shape[1])
+        picked = torch.where(known, torch.where(own, logs, 0.0).sum(1), torch.nan)
     else:
         picked = logs.gather(1, target.long()[:, None]).squeeze(1)
     return -(1 - smoothing) * picked - smoothing * logs.mean(-1) if smoothing else -picked

@@ -309,4 +309,4 @@ def _chunks(columns: int, rows: int) -> int:
 
 
 def _precision() -> str:
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
