@@ -19,8 +19,9 @@ def as_tf32(x):
 def add_product(acc, lost, a, b, PREC: tl.constexpr):
     """Add a b to acc: by one TF32 product, or in float32 by three, of what TF32 holds of each and of the rest.
 
-    Of the rest TF32 holds enough, and what is no number stays none there. Tensor cores cut off what they add up, so the long sum is not left to them, and what it loses is kept and added
-    later (Kahan's sum). Triton's own three products ("tf32x3") also look for infinities.
+    Of the rest TF32 holds enough, and what is no number stays none there. Tensor cores cut off what they add up, so the
+    long sum is not left to them, and what it loses is kept and added later (Kahan's sum). Triton's own three products
+    ("tf32x3") also look for infinities.
 
     Returns:
         The sum, and what it has lost.
