@@ -63,25 +63,39 @@ class Draw(NamedTuple):
 
 
 class TaskBuffer:
-    """All datapoints revealed so far, by task.
+    """All datapoints revealed so far, by task; with `max_tasks`, of so many tasks.
+
+    When a task begins for which there is no room, an earlier one is forgotten: with weights the one that counts least,
+    the older of equals; without, one drawn so that of the tasks that are over each is kept with the same chance.
 
     Args:
         device: where the data is kept.
         weights: nu^t, the distribution over the tasks seen; uniform if None.
+        max_tasks: the tasks kept, the open one among them; all if None.
+        seed: of what is forgotten.
     """
 
     kind = "tasks"
 
-    def __init__(self, device: torch.device | str = "cpu", weights: Weights | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        weights: Weights | None = None,
+        max_tasks: int | None = None,
+        seed: int = 0,
+    ) -> None:
         self.device = torch.device(device)
-        self.weights = weights
+        self.weights, self.max_tasks, self.seed = weights, max_tasks, seed
         self.store = Rows(self.device)
+        # Of the tasks kept; their numbers are those among all seen.
         self.names: list[str] = []
         self.starts: list[int] = []
+        self.numbers: list[int] = []
+        self.seen = 0
         self._open: str | None = None
 
     def __len__(self) -> int:
-        """The number of tasks with at least one datapoint."""
+        """The number of tasks kept, each with at least one datapoint."""
         return len(self.names)
 
     @property
@@ -91,7 +105,24 @@ class TaskBuffer:
 
     def begin(self, name: str) -> None:
         """Open a new task; it enters the buffer with its first datapoint."""
+        while self.max_tasks is not None and len(self.names) >= self.max_tasks:
+            self._forget(self._least())
         self._open = name
+
+    def _least(self) -> int:
+        """The place of the task to forget."""
+        if self.weights is not None:
+            return int(np.argmin(checked_weights(self.weights, self.seen)[self.numbers]))
+        # Reservoir sampling: the newest takes the place of another one, or none.
+        newest = len(self.names) - 1
+        return min(int(rng("forget", self.seed, self.seen).integers(self.seen)), newest)
+
+    def _forget(self, place: int) -> None:
+        stop = self.starts[place + 1] if place + 1 < len(self.starts) else self.store.length
+        num = stop - self.starts[place]
+        self.store.remove(self.starts[place], stop)
+        self.starts = self.starts[:place] + [start - num for start in self.starts[place + 1 :]]
+        del self.names[place], self.numbers[place]
 
     def append(self, batch: Batch) -> None:
         """Keep datapoints of the open task."""
@@ -100,6 +131,8 @@ class TaskBuffer:
         if self._open is not None:
             self.names.append(self._open)
             self.starts.append(start)
+            self.numbers.append(self.seen)
+            self.seen += 1
             self._open = None
 
     def current(self) -> Batch | None:
@@ -143,7 +176,8 @@ class TaskBuffer:
         width = support + query
         uniforms = np.stack([rng("draw", seed, step).random((tasks, 1 + 2 * width)) for step in steps])
         uniforms = uniforms.reshape(-1, 1 + 2 * width)
-        chosen = first + _choose(uniforms[:, 0], stop - first, self.weights if which != "current" else None)
+        weights = self._weights(stop) if which != "current" else None
+        chosen = first + _choose(uniforms[:, 0], stop - first, weights)
         # Only the chosen tasks are looked at: the cost must not grow with the number of tasks.
         numbers = chosen.tolist()
         starts = np.array([self.starts[i] for i in numbers], dtype=np.int64)
@@ -153,31 +187,44 @@ class TaskBuffer:
         picked = torch.from_numpy(picked.reshape(len(steps), tasks, width))
         return Draw(picked[..., :support], picked[..., support:]).to(self.device)
 
+    def _weights(self, stop: int) -> np.ndarray | None:
+        """nu^t of the first so many tasks kept; None where they count the same."""
+        if self.weights is None:
+            return None
+        # Of all that were seen, without the open one where it is not drawn from.
+        found = checked_weights(self.weights, self.seen - (len(self.names) - stop))[self.numbers[:stop]]
+        return found if found.sum() > 0 else None
+
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
         return self.store.gather(draw.support, draw.support_y), self.store.gather(draw.query, draw.query_y)
 
     def mark(self) -> tuple[Any, ...]:
-        """A point to return to with `rollback`."""
-        return self.store.length, len(self.names), self._open
+        """A point to return to with `rollback`, as long as no task is forgotten."""
+        return self.store.length, len(self.names), self.seen, self._open
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
         """Forget what was appended after a mark."""
-        length, num_tasks, self._open = mark
+        length, num_tasks, self.seen, self._open = mark
         self.store.cut(length)
-        del self.names[num_tasks:], self.starts[num_tasks:]
+        del self.names[num_tasks:], self.starts[num_tasks:], self.numbers[num_tasks:]
         if self.store.length == 0:
             self.store.data = None
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:
         """Everything kept; with `data=False` only the bookkeeping, for a checkpoint whose stream rebuilds the data."""
         state = {"kind": self.kind, "names": list(self.names), "starts": list(self.starts), "open": self._open}
+        if self.seen > len(self.names):
+            state |= {"numbers": list(self.numbers), "seen": self.seen}
         return state | self.store.state_dict(data)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state; without data in it, what is kept already must be what the state was saved with."""
         self.store.load_state_dict(state)
         self.names, self.starts, self._open = list(state["names"]), list(state["starts"]), state["open"]
+        # Where nothing was forgotten, a state does not say it.
+        self.numbers = list(state.get("numbers", range(len(self.names))))
+        self.seen = state.get("seen", len(self.names))
 
 
 class Rows:
@@ -208,6 +255,15 @@ class Rows:
         self.length = length
         if length == 0:  # the next rows may have any shape
             self.data = None
+
+    def remove(self, start: int, stop: int) -> None:
+        """Forget rows in between; what was taken before keeps what it has."""
+        assert self.data is not None
+        left = [slice(0, start), slice(stop, self.length)]
+        whole = tree_map(torch.empty_like, self.data)
+        length = start + self.length - stop
+        tree_map(lambda new, leaf: torch.cat([leaf[part] for part in left], out=new[:length]), whole, self.data)
+        self.data, self.length = whole, length
 
     def take(self, index: slice | Tensor) -> Batch:
         """The rows at an index; there must be some."""
@@ -255,11 +311,11 @@ def checked_weights(weights: Weights, num: int) -> np.ndarray:
     return given
 
 
-def _choose(uniform: np.ndarray, num: int, weights: Weights | None) -> np.ndarray:
+def _choose(uniform: np.ndarray, num: int, weights: np.ndarray | None) -> np.ndarray:
     """Tasks 0 .. num-1 from uniform numbers, by weight."""
     if weights is None:
         return np.minimum((uniform * num).astype(np.int64), num - 1)
-    cumulative = np.cumsum(checked_weights(weights, num))
+    cumulative = np.cumsum(weights)
     return np.minimum(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"), num - 1)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 from torch import nn
 
 from metaleader import losses, models
@@ -244,9 +245,10 @@ def _classification(
 
 
 def _plus(updates: int, meta_lr: float = 1e-3, **options: Any) -> dict[str, Callable[..., Learner]]:
-    """FTML with additions that the paper does not have: each alone, and all together.
+    """FTML with additions that the paper does not have: each alone, all together, and with a memory of eight tasks.
 
-    Annealed, the outer step size falls along half a cosine, in 50 pieces, to a tenth of what it is at first.
+    These are any eight of those seen, or the newest. Annealed, the outer step size falls along half a cosine, in 50
+    pieces, to a tenth of what it is at first.
     """
     falls = [(updates * i // 50, meta_lr * (0.55 + 0.45 * math.cos(math.pi * i / 50))) for i in range(50)]
     additions: dict[str, dict[str, Any]] = {
@@ -255,8 +257,17 @@ def _plus(updates: int, meta_lr: float = 1e-3, **options: Any) -> dict[str, Call
         "ftml-anneal": {"meta_lr": sorted(dict(falls).items())},
     }
     additions["ftml-plus"] = {name: value for one in additions.values() for name, value in one.items()}
+    additions["ftml-bounded"] = {"max_tasks": 8}
     common = options | {"meta_lr": meta_lr}
-    return {name: functools.partial(FTML, **(common | given)) for name, given in additions.items()}
+    made: dict[str, Callable[..., Learner]] = {
+        name: functools.partial(FTML, **(common | given)) for name, given in additions.items()
+    }
+    return made | {"ftml-newest": functools.partial(_with_newest_tasks, **common, max_tasks=8)}
+
+
+def _with_newest_tasks(model: Callable[[], nn.Module], loss: Loss, **options: Any) -> FTML:
+    """FTML whose tasks all count the same, so that the oldest is forgotten first."""
+    return FTML(model, loss, weights=np.ones, **options)
 
 
 def _with_more_updates(kind: type[Learner]) -> Callable[..., Learner]:

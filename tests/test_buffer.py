@@ -13,9 +13,11 @@ from metaleader.buffer import TaskBuffer, Weights, distinct, recency
 from metaleader.tasks import Batch
 
 
-def filled(sizes: Sequence[int], weights: Weights | None = None) -> TaskBuffer:
-    """A buffer whose x is the row's number and whose y is its task."""
-    buffer, row = TaskBuffer(weights=weights), 0
+def filled(
+    sizes: Sequence[int], weights: Weights | None = None, max_tasks: int | None = None, seed: int = 0
+) -> TaskBuffer:
+    """A buffer whose x is the row's number, among all that came, and whose y is its task."""
+    buffer, row = TaskBuffer(weights=weights, max_tasks=max_tasks, seed=seed), 0
     for task, size in enumerate(sizes):
         buffer.begin(f"task {task}")
         for start in range(0, size, 4):  # in several reveals
@@ -344,3 +346,101 @@ def test_state_of_an_empty_buffer():
     assert len(buffer) == 0
     assert buffer.draw(0, [0], 1, 1, 1) is None
     assert buffer.current() is None
+
+
+# A bounded memory.
+
+
+@given(SIZES, st.integers(1, 5), st.integers(0, 2**31), st.sampled_from([None, recency(2.0)]))
+def test_what_is_kept_of_so_many_tasks(sizes: list[int], most: int, seed: int, weights: Weights | None):
+    buffer = filled(sizes, weights, most, seed)
+    assert len(buffer) == len(buffer.names) == min(most, len(sizes))
+    assert buffer.seen == len(sizes)
+    assert buffer.numbers[-1] == len(sizes) - 1  # the open one
+    assert buffer.numbers == sorted(set(buffer.numbers))
+    if weights is not None:
+        assert buffer.numbers == list(range(len(sizes)))[-most:]
+    firsts = np.cumsum([0, *sizes])
+    for number, count, start in zip(buffer.numbers, buffer.counts(), buffer.starts, strict=True):
+        assert count == sizes[number]
+        kept = buffer.store.take(slice(start, start + count))
+        assert kept.x.tolist() == list(range(firsts[number], firsts[number + 1]))
+        assert set(kept.y.tolist()) == {number}
+        own = buffer.named(f"task {number}")
+        assert own is not None
+        assert own.x.tolist() == kept.x.tolist()
+    assert buffer.num_datapoints == sum(sizes[number] for number in buffer.numbers)
+
+
+def test_tasks_that_are_over_are_kept_with_the_same_chance():
+    """Three of nine, whichever came when; by the number of tries, four deviations are 0.042."""
+    kept = np.zeros(9)
+    for seed in range(2000):
+        kept[filled([1] * 10, max_tasks=4, seed=seed).numbers[:-1]] += 1
+    assert abs(kept / 2000 - 3 / 9).max() < 0.042
+
+
+@pytest.mark.parametrize("which", ["all", "past"])
+def test_weights_are_those_of_a_tasks_age_however_many_are_kept(which: Any):
+    """Of six tasks 0, 3, 4 and 5 are kept; the open one is 5."""
+    buffer = filled([2] * 6)
+    for place in (1, 1):
+        buffer._forget(place)
+    buffer.weights = lambda num: np.arange(1.0, num + 1)
+    labels = buffer.gather(draw(buffer, 0, range(400), 25, 0, 1, which))[1].y
+    shares = np.bincount(labels.flatten().numpy(), minlength=6) / labels.numel()
+    expected = np.array([1, 0, 0, 4, 5, 6 if which == "all" else 0])
+    np.testing.assert_allclose(shares, expected / expected.sum(), atol=0.02)
+
+
+def test_where_none_that_is_kept_counts_all_do():
+    buffer = filled([2] * 4, max_tasks=3)
+    past = buffer.numbers[:-1]
+    buffer.weights = lambda num: (~np.isin(np.arange(num), past)).astype(float)
+    labels = buffer.gather(draw(buffer, 0, range(10), 5, 0, 1, "past"))[1].y
+    assert set(labels.flatten().tolist()) == set(past)
+
+
+def test_of_equal_weights_the_older_is_forgotten():
+    assert filled([1] * 7, np.ones, 3).numbers == [4, 5, 6]
+
+
+def test_what_was_taken_before_stays():
+    buffer = filled([3, 4], max_tasks=2)
+    taken = buffer.current()
+    assert taken is not None
+    for name in ("one", "two", "three"):
+        buffer.begin(name)
+        buffer.append(Batch(torch.full((5,), -1), torch.full((5,), -1)))
+    assert taken.x.tolist() == [3, 4, 5, 6]
+
+
+def test_a_task_without_data_makes_nothing_be_forgotten_twice():
+    buffer = filled([2, 2, 2], max_tasks=3)
+    for name in ("a", "b", "c"):
+        buffer.begin(name)
+    assert len(buffer) == 2
+    buffer.append(Batch(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)))
+    assert buffer.names[-1] == "c"
+    assert len(buffer) == 3
+
+
+@given(SIZES, st.integers(1, 4), st.booleans(), st.booleans())
+def test_state_of_a_bounded_memory(sizes: list[int], most: int, opened: bool, data: bool):
+    """And a rollback before it, which leaves no trace."""
+    buffer = filled(sizes, max_tasks=most)
+    other = TaskBuffer(max_tasks=most) if data else filled(sizes, max_tasks=most)
+    mark = buffer.mark()
+    buffer.append(Batch(torch.full((3,), -1), torch.full((3,), -1)))
+    buffer.rollback(mark)
+    if opened:
+        for one in (buffer, *([] if data else [other])):
+            one.begin("open")
+    other.load_state_dict(buffer.state_dict(data=data))
+    assert other.mark() == buffer.mark()
+    for one in (buffer, other):
+        for name in ("next", "and next"):
+            one.begin(name)
+            one.append(Batch(torch.full((2,), 77), torch.full((2,), 78)))
+    assert other.numbers == buffer.numbers
+    assert_same(buffer, other)

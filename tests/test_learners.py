@@ -483,6 +483,8 @@ def test_an_error_in_the_middle_of_an_observe_leaves_the_learner(error: type[Bas
         ({"inner_steps": -1}, "inner_steps"),
         ({"only": "tail.*"}, "matches no parameter"),
         ({"chunk": 0}, "chunk"),
+        ({"max_tasks": 0}, "max_tasks"),
+        ({"max_tasks": 2.0}, "max_tasks"),
     ],
 )
 def test_hyperparameters_that_cannot_be(options: Any, message: str) -> None:
@@ -773,3 +775,53 @@ def test_an_optimiser_may_keep_states_of_any_shape() -> None:
     learner.update(2)
     learner.load_state_dict(learner.state_dict())
     learner.update(1)
+
+
+# A bounded memory.
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if name != "scratch"])
+def test_a_bounded_memory_is_that_of_its_tasks(name: str) -> None:
+    """Where none is forgotten nothing changes; where some are, a learner that never forgets draws others."""
+    row, found = TABLE[name], []
+    for most in (None, 4, 2):
+        learner = row.make(module(), ml.losses.squared_error, max_tasks=most, **SIZES)
+        for t, reveals in enumerate(tasks(4)):
+            learner.begin(f"task {t}")
+            for batch in reveals:
+                learner.observe(*batch)
+        found.append(learner)
+    every, enough, few = (learner._outer.flattened() for learner in found)
+    assert torch.equal(every, enough)
+    assert not torch.equal(every, few)
+    assert len(found[2]._buffer) == 2
+
+
+def test_a_bounded_memory_goes_on_from_its_file(tmp_path: Path) -> None:
+    def play(learner: ml.Learner, some: Sequence[int]) -> None:
+        for t in some:
+            learner.begin(f"task {t}")
+            for batch in tasks(8)[t]:
+                learner.observe(*batch)
+
+    learner = make_ftml(max_tasks=3)(module(), ml.losses.squared_error, **SIZES)
+    play(learner, range(5))
+    learner.save(tmp_path / "few.safetensors")
+    again = ml.FTML.load(tmp_path / "few.safetensors", module(), ml.losses.squared_error)
+    for one in (learner, again):
+        play(one, range(5, 8))
+    assert learner._buffer.state_dict().keys() >= {"numbers", "seen"}
+    assert not differences(snapshot(learner), snapshot(again))
+
+
+def test_what_a_bounded_memory_says() -> None:
+    learner = make_ftml(max_tasks=2)(module(), ml.losses.squared_error, **SIZES)
+    for t, (batch, _) in enumerate(tasks(4)):
+        learner.begin(f"task {t}")
+        learner.observe(*batch, update=False)
+    kept = learner._buffer.state_dict()["names"]
+    gone = next(f"task {t}" for t in range(4) if f"task {t}" not in kept)
+    with pytest.raises(ValueError, match=f"under '{gone}'; tasks with data: .*; 2 more are forgotten, for max_tasks=2"):
+        learner.adapt(task=gone)
+    with pytest.raises(ValueError, match="kept by class: leave max_tasks at None"):
+        make_ftml(max_tasks=2)(module(), ml.losses.squared_error, **SIZES).begin("a", classes=[0, 1])

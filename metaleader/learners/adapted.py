@@ -53,7 +53,9 @@ def _data(learner: Learner, task: str | None) -> Batch | None:
         raise ValueError(f"{type(learner).__name__} is used as it is, and adapts to no task; leave task=None")
     if str(task) not in {*buffer.names, learner.task}:
         known = ", ".join(dict.fromkeys(buffer.names)) or "none yet"
-        raise ValueError(f"nothing was observed under {task!r}; tasks with data: {known}")
+        forgotten = buffer.seen - len(buffer)
+        also = f"; {forgotten} more are forgotten, for max_tasks={buffer.max_tasks}" if forgotten else ""
+        raise ValueError(f"nothing was observed under {task!r}; tasks with data: {known}{also}")
     return buffer.named(str(task))
 
 

@@ -43,6 +43,9 @@ class Learner(ABC):
         optimizer: "adam", "sgd" (momentum 0.9), or a function of (parameters, lr=...) such as `torch.optim.AdamW`.
         clip: the largest norm of a gradient; longer ones are scaled down.
         weights: nu^t, the distribution over tasks seen, such as `recency(10)`; uniform if None.
+        max_tasks: how many tasks are kept, the open one among them; None keeps all, as in the paper. With more, one
+            that is over is forgotten: with `weights` the one that counts least, else one drawn so that all are kept
+            with the same chance. For tasks without `classes`.
         preprocess: applied to every x; by default scales uint8 to [0, 1].
         seed: of the initialisation and of all draws.
         device: where parameters and data live.
@@ -61,6 +64,7 @@ class Learner(ABC):
         optimizer: str | OptimizerFactory = "adam",
         clip: float | None = None,
         weights: Weights | None = None,
+        max_tasks: int | None = None,
         preprocess: Callable[[Tree], Tree] | None = scale_uint8,
         seed: int = 0,
         device: str | torch.device = "cpu",
@@ -70,6 +74,8 @@ class Learner(ABC):
         check_integer("tasks_per_step", tasks_per_step, 1)
         check_integer("query", query, 1)
         check_integer("seed", seed, 0)
+        if max_tasks is not None:
+            check_integer("max_tasks", max_tasks, 1)
         if not callable(loss):
             raise ValueError(
                 f"loss must be a function of (prediction, target), as metaleader.losses.squared_error; got {loss!r}"
@@ -94,12 +100,13 @@ class Learner(ABC):
             "optimizer": optimizer,
             "clip": clip,
             "weights": weights,
+            "max_tasks": max_tasks,
             "preprocess": preprocess,
             "seed": seed,
         }
         self._network = Network(initial_module(model, seed, 0), loss, preprocess)
         self._network.module.to(self.device)
-        self._buffer: TaskBuffer | ClassBuffer = TaskBuffer(self.device, weights)
+        self._buffer: TaskBuffer | ClassBuffer = TaskBuffer(self.device, weights, max_tasks, seed)
         self._engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
         self._minimise(Objective(self._network))
         self.round = -1
@@ -138,6 +145,8 @@ class Learner(ABC):
                 raise ValueError(f"task {name!r} has no classes, earlier tasks have; pass begin(name, classes=[...])")
             self._buffer.begin(str(name))
         else:
+            if self._hyperparameters["max_tasks"] is not None:
+                raise ValueError(f"task {name!r} has classes, whose images are kept by class: leave max_tasks at None")
             if isinstance(self._buffer, TaskBuffer) and self.task is not None:
                 raise ValueError(f"task {name!r} has classes, earlier tasks have none; use a new learner")
             buffer = self._buffer

@@ -27,8 +27,8 @@ class FTML(Learner):
         every_step: minimise the mean of the losses after each inner step, instead of that after the last.
         learn_lr: learn the inner step sizes too, one for each tensor that moves; they begin at `inner_lr`.
         chunk: how many tasks are held at a time; bounds the memory.
-        common: `meta_lr`, `meta_steps`, `tasks_per_step`, `query`, `optimizer`, `clip`, `weights`, `preprocess`,
-            `seed`, `device`; see `Learner`.
+        common: `meta_lr`, `meta_steps`, `tasks_per_step`, `query`, `optimizer`, `clip`, `weights`, `max_tasks`,
+            `preprocess`, `seed`, `device`; see `Learner`.
     """
 
     def __init__(

@@ -30,6 +30,7 @@ class Common(TypedDict, total=False):
     optimizer: str | OptimizerFactory
     clip: float | None
     weights: Weights | None
+    max_tasks: int | None
     preprocess: Callable[[Tree], Tree] | None
     seed: int
     device: str | torch.device
