@@ -65,27 +65,21 @@ class Draw(NamedTuple):
 class TaskBuffer:
     """All datapoints revealed so far, by task; with `max_tasks`, of so many tasks.
 
-    When a task begins for which there is no room, an earlier one is forgotten: with weights the one that counts least,
-    the older of equals; without, one drawn so that of the tasks that are over each is kept with the same chance.
+    When a task begins for which there is no room, the one that counts least is forgotten, the oldest of equals.
 
     Args:
         device: where the data is kept.
         weights: nu^t, the distribution over the tasks seen; uniform if None.
         max_tasks: the tasks kept, the open one among them; all if None.
-        seed: of what is forgotten.
     """
 
     kind = "tasks"
 
     def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        weights: Weights | None = None,
-        max_tasks: int | None = None,
-        seed: int = 0,
+        self, device: torch.device | str = "cpu", weights: Weights | None = None, max_tasks: int | None = None
     ) -> None:
         self.device = torch.device(device)
-        self.weights, self.max_tasks, self.seed = weights, max_tasks, seed
+        self.weights, self.max_tasks = weights, max_tasks
         self.store = Rows(self.device)
         # Of the tasks kept; their numbers are those among all seen.
         self.names: list[str] = []
@@ -106,16 +100,9 @@ class TaskBuffer:
     def begin(self, name: str) -> None:
         """Open a new task; it enters the buffer with its first datapoint."""
         while self.max_tasks is not None and len(self.names) >= self.max_tasks:
-            self._forget(self._least())
+            weights = self._weights(len(self.names))
+            self._forget(0 if weights is None else int(np.argmin(weights)))
         self._open = name
-
-    def _least(self) -> int:
-        """The place of the task to forget."""
-        if self.weights is not None:
-            return int(np.argmin(checked_weights(self.weights, self.seen)[self.numbers]))
-        # Reservoir sampling: the newest takes the place of another one, or none.
-        newest = len(self.names) - 1
-        return min(int(rng("forget", self.seed, self.seen).integers(self.seen)), newest)
 
     def _forget(self, place: int) -> None:
         stop = self.starts[place + 1] if place + 1 < len(self.starts) else self.store.length

@@ -31,8 +31,7 @@ STYLES: dict[str, tuple[str, str, str, tuple[float, ...]]] = {
     "ftml-every": ("FTML, loss after every step", "#A6761D", "H", (2, 3)),
     "ftml-anneal": ("FTML, annealed outer step", "#7B3294", "x", (5, 3, 1, 3)),
     "ftml-plus": ("FTML plus", "#E7298A", "*", (4, 1)),
-    "ftml-bounded": ("FTML, 8 tasks kept", "#1B7837", "p", (6, 1.5, 1, 1.5)),
-    "ftml-newest": ("FTML, newest 8 kept", "#B35806", "P", (2, 1)),
+    "ftml-bounded": ("FTML, 16 tasks kept", "#1B7837", "p", (6, 1.5, 1, 1.5)),
 }
 _OTHERS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("#D55E00", "P", (9, 2)),

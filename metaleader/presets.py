@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 from torch import nn
 
 from metaleader import losses, models
@@ -245,10 +244,9 @@ def _classification(
 
 
 def _plus(updates: int, meta_lr: float = 1e-3, **options: Any) -> dict[str, Callable[..., Learner]]:
-    """FTML with additions that the paper does not have: each alone, all together, and with a memory of eight tasks.
+    """FTML with additions that the paper does not have: each alone, all together, and with a memory of 16 tasks.
 
-    These are any eight of those seen, or the newest. Annealed, the outer step size falls along half a cosine, in 50
-    pieces, to a tenth of what it is at first.
+    Annealed, the outer step size falls along half a cosine, in 50 pieces, to a tenth of what it is at first.
     """
     falls = [(updates * i // 50, meta_lr * (0.55 + 0.45 * math.cos(math.pi * i / 50))) for i in range(50)]
     additions: dict[str, dict[str, Any]] = {
@@ -257,17 +255,9 @@ def _plus(updates: int, meta_lr: float = 1e-3, **options: Any) -> dict[str, Call
         "ftml-anneal": {"meta_lr": sorted(dict(falls).items())},
     }
     additions["ftml-plus"] = {name: value for one in additions.values() for name, value in one.items()}
-    additions["ftml-bounded"] = {"max_tasks": 8}
+    additions["ftml-bounded"] = {"max_tasks": 16}
     common = options | {"meta_lr": meta_lr}
-    made: dict[str, Callable[..., Learner]] = {
-        name: functools.partial(FTML, **(common | given)) for name, given in additions.items()
-    }
-    return made | {"ftml-newest": functools.partial(_with_newest_tasks, **common, max_tasks=8)}
-
-
-def _with_newest_tasks(model: Callable[[], nn.Module], loss: Loss, **options: Any) -> FTML:
-    """FTML whose tasks all count the same, so that the oldest is forgotten first."""
-    return FTML(model, loss, weights=np.ones, **options)
+    return {name: functools.partial(FTML, **(common | given)) for name, given in additions.items()}
 
 
 def _with_more_updates(kind: type[Learner]) -> Callable[..., Learner]:

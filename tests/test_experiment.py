@@ -151,7 +151,7 @@ def test_choices_are_made_and_names_checked():
 
 def test_extra_methods_run_when_named_only() -> None:
     preset = PRESETS["rainbow-digits"]("quick")
-    plus = ("ftml-rates", "ftml-every", "ftml-anneal", "ftml-plus", "ftml-bounded", "ftml-newest")
+    plus = ("ftml-rates", "ftml-every", "ftml-anneal", "ftml-plus", "ftml-bounded")
     extras = ("ftml-first", "ftl-matched", "toe-matched", "scratch-long", *plus)
     assert tuple(preset.extras) == extras
     assert checked(Experiment("rainbow-digits", schedule="quick"))[0].methods == tuple(preset.methods)
@@ -176,10 +176,7 @@ def test_additions_to_ftml_are_each_alone_and_then_together() -> None:
     last = preset.tasks * preset.reveals * preset.meta_steps - 1
     for name, learner in made.items():
         both = name == "ftml-plus"
-        few = name in ("ftml-bounded", "ftml-newest")
-        assert (learner._buffer.max_tasks, learner._buffer.weights) == (
-            (8 if few else None, np.ones if name == "ftml-newest" else None)
-        )
+        assert learner._buffer.max_tasks == (16 if name == "ftml-bounded" else None)
         assert learner.learn_lr == (both or name == "ftml-rates")
         assert learner.every_step == (both or name == "ftml-every")
         assert learner._outer.lr(0) == pytest.approx(3e-3)

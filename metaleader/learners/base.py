@@ -43,9 +43,8 @@ class Learner(ABC):
         optimizer: "adam", "sgd" (momentum 0.9), or a function of (parameters, lr=...) such as `torch.optim.AdamW`.
         clip: the largest norm of a gradient; longer ones are scaled down.
         weights: nu^t, the distribution over tasks seen, such as `recency(10)`; uniform if None.
-        max_tasks: how many tasks are kept, the open one among them; None keeps all, as in the paper. With more, one
-            that is over is forgotten: with `weights` the one that counts least, else one drawn so that all are kept
-            with the same chance. For tasks without `classes`.
+        max_tasks: how many tasks are kept, the open one among them: the newest, or those with the largest `weights`.
+            None keeps all, as in the paper, and tasks with `classes` need that.
         preprocess: applied to every x; by default scales uint8 to [0, 1].
         seed: of the initialisation and of all draws.
         device: where parameters and data live.
@@ -106,7 +105,7 @@ class Learner(ABC):
         }
         self._network = Network(initial_module(model, seed, 0), loss, preprocess)
         self._network.module.to(self.device)
-        self._buffer: TaskBuffer | ClassBuffer = TaskBuffer(self.device, weights, max_tasks, seed)
+        self._buffer: TaskBuffer | ClassBuffer = TaskBuffer(self.device, weights, max_tasks)
         self._engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
         self._minimise(Objective(self._network))
         self.round = -1
