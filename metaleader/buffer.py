@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from metaleader.tasks import Batch, check_alike, num_rows, rng, rows, to_device
+from metaleader.storage import Rows
+from metaleader.tasks import Batch, rng
 
 # nu^t: the weights of tasks 0 .. t-1 given t; None means uniform
 Weights = Callable[[int], np.ndarray]
@@ -70,7 +71,7 @@ class TaskBuffer:
     Args:
         device: where the data is kept.
         weights: nu^t, the distribution over the tasks seen; uniform if None.
-        max_tasks: the tasks kept, the open one among them; all if None.
+        max_tasks: the tasks kept, the open one among them, two or more; all if None.
     """
 
     kind = "tasks"
@@ -78,6 +79,8 @@ class TaskBuffer:
     def __init__(
         self, device: torch.device | str = "cpu", weights: Weights | None = None, max_tasks: int | None = None
     ) -> None:
+        if max_tasks is not None and not (isinstance(max_tasks, int | np.integer) and max_tasks >= 2):
+            raise ValueError(f"max_tasks must be an integer of at least 2, or None to keep all; got {max_tasks!r}")
         self.device = torch.device(device)
         self.weights, self.max_tasks = weights, max_tasks
         self.store = Rows(self.device)
@@ -98,18 +101,20 @@ class TaskBuffer:
         return self.store.length
 
     def begin(self, name: str) -> None:
-        """Open a new task; it enters the buffer with its first datapoint."""
-        while self.max_tasks is not None and len(self.names) >= self.max_tasks:
-            weights = self._weights(len(self.names))
-            self._forget(0 if weights is None else int(np.argmin(weights)))
-        self._open = name
-
-    def _forget(self, place: int) -> None:
-        stop = self.starts[place + 1] if place + 1 < len(self.starts) else self.store.length
-        num = stop - self.starts[place]
-        self.store.remove(self.starts[place], stop)
-        self.starts = self.starts[:place] + [start - num for start in self.starts[place + 1 :]]
-        del self.names[place], self.numbers[place]
+        """Open a new task, which enters the buffer with its first datapoint; what leaves it no room is forgotten."""
+        excess = 0 if self.max_tasks is None else len(self.names) + 1 - self.max_tasks
+        if excess <= 0:
+            self._open = name
+            return
+        weights = self._weights(len(self.names))
+        least_first = range(len(self.names)) if weights is None else np.argsort(weights, kind="stable").tolist()
+        kept = sorted(least_first[excess:])
+        stops = [*self.starts[1:], self.store.length]
+        store = self.store.only([slice(self.starts[i], stops[i]) for i in kept])
+        starts = np.cumsum([0, *self.counts()[kept[:-1]]]).tolist()
+        names, numbers = [self.names[i] for i in kept], [self.numbers[i] for i in kept]
+        # At once: an interrupt comes before it or after.
+        self.store, self.starts, self.names, self.numbers, self._open = store, starts, names, numbers, name
 
     def append(self, batch: Batch) -> None:
         """Keep datapoints of the open task."""
@@ -207,87 +212,16 @@ class TaskBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state; without data in it, what is kept already must be what the state was saved with."""
-        self.store.load_state_dict(state)
-        self.names, self.starts, self._open = list(state["names"]), list(state["starts"]), state["open"]
+        names, starts = list(state["names"]), list(state["starts"])
         # Where nothing was forgotten, a state does not say it.
-        self.numbers = list(state.get("numbers", range(len(self.names))))
-        self.seen = state.get("seen", len(self.names))
-
-
-class Rows:
-    """Growing storage: one tensor a leaf, rows appended in the order of arrival."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.length = 0
-        self.data: Batch | None = None
-
-    def append(self, batch: Batch) -> None:
-        """Keep rows after those already here."""
-        batch = to_device(batch, self.device)
-        num = num_rows(batch)
-        if self.data is None:
-            self.data = tree_map(torch.clone, batch)
-        else:
-            check_alike(batch, self.data, "observe")
-            if self.length + num > num_rows(self.data):
-                # A quarter more than needed: appending stays cheap, and the memory close to the bytes of the data.
-                capacity = (self.length + num) * 5 // 4
-                self.data = tree_map(lambda leaf: _grown(leaf, self.length, capacity), self.data)
-            tree_map(lambda leaf, new: leaf[self.length : self.length + num].copy_(new), self.data, batch)
-        self.length += num
-
-    def cut(self, length: int) -> None:
-        """Forget the rows after the first few."""
-        self.length = length
-        if length == 0:  # the next rows may have any shape
-            self.data = None
-
-    def remove(self, start: int, stop: int) -> None:
-        """Forget rows in between; what was taken before keeps what it has."""
-        assert self.data is not None
-        left = [slice(0, start), slice(stop, self.length)]
-        whole = tree_map(torch.empty_like, self.data)
-        length = start + self.length - stop
-        tree_map(lambda new, leaf: torch.cat([leaf[part] for part in left], out=new[:length]), whole, self.data)
-        self.data, self.length = whole, length
-
-    def take(self, index: slice | Tensor) -> Batch:
-        """The rows at an index; there must be some."""
-        assert self.data is not None
-        return rows(self.data, index)
-
-    def gather(self, index: Tensor, y: Tensor | None) -> Batch:
-        """The rows at an index, with targets of their own where given."""
-        assert self.data is not None
-        x = rows(self.data.x, index)
-        return Batch(x, rows(self.data.y, index) if y is None else y)
-
-    def state_dict(self, data: bool) -> dict[str, Any]:
-        """The rows, or with `data=False` their number only."""
-        state: dict[str, Any] = {"length": self.length}
-        if data:
-            kept = None if self.data is None else rows(self.data, slice(0, self.length))
-            state["data"] = None if kept is None else {"x": kept.x, "y": kept.y}
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state; without data in it, as many rows must be here already."""
-        if "data" in state:
-            data = None if state["data"] is None else Batch(state["data"]["x"], state["data"]["y"])
-            self.data = None if data is None else tree_map(lambda leaf: leaf.to(self.device, copy=True), data)
-        elif state["length"] != self.length:
+        numbers, seen = list(state.get("numbers", range(len(names)))), state.get("seen", len(names))
+        self.store.load_state_dict(state)
+        if "data" not in state and (starts, numbers) != (self.starts, self.numbers):
             raise ValueError(
-                f"the state was saved without its data, of {state['length']} datapoints, and {self.length} are here;"
+                f"the state was saved without its data, of tasks {numbers} as they came, and {self.numbers} are here;"
                 " observe the same data (update=False) before loading"
             )
-        self.length = state["length"]
-
-
-def _grown(leaf: Tensor, length: int, capacity: int) -> Tensor:
-    larger = torch.empty((capacity, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
-    larger[:length].copy_(leaf[:length])
-    return larger
+        self.names, self.starts, self.numbers, self.seen, self._open = names, starts, numbers, seen, state["open"]
 
 
 def checked_weights(weights: Weights, num: int) -> np.ndarray:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metaleader.buffer import Draw, Rows, Weights, Which, checked_weights, distinct, split
+from metaleader.buffer import Draw, Weights, Which, checked_weights, distinct, split
+from metaleader.storage import Rows
 from metaleader.tasks import Batch, rng, rows
 
 _UNNAMED = -1

@@ -353,7 +353,7 @@ def late_ones_count_less(num: int) -> np.ndarray:
     return 1.0 / np.arange(1, num + 1)
 
 
-@given(SIZES, st.integers(1, 5), st.sampled_from([None, np.ones, recency(2.0), late_ones_count_less]))
+@given(SIZES, st.integers(2, 5), st.sampled_from([None, np.ones, recency(2.0), late_ones_count_less]))
 def test_what_is_kept_of_so_many_tasks(sizes: list[int], most: int, weights: Weights | None):
     """The newest, or those with the largest weights; the open one always."""
     buffer = filled(sizes, weights, most)
@@ -376,14 +376,12 @@ def test_what_is_kept_of_so_many_tasks(sizes: list[int], most: int, weights: Wei
 
 @pytest.mark.parametrize("which", ["all", "past"])
 def test_weights_are_those_of_a_tasks_age_however_many_are_kept(which: Any):
-    """Of six tasks 0, 3, 4 and 5 are kept; the open one is 5."""
-    buffer = filled([2] * 6)
-    for place in (1, 1):
-        buffer._forget(place)
+    """Of six tasks 0, 1, 2 and 5 are kept; the open one is 5."""
+    buffer = filled([2] * 6, late_ones_count_less, 4)
     buffer.weights = lambda num: np.arange(1.0, num + 1)
     labels = buffer.gather(draw(buffer, 0, range(400), 25, 0, 1, which))[1].y
     shares = np.bincount(labels.flatten().numpy(), minlength=6) / labels.numel()
-    expected = np.array([1, 0, 0, 4, 5, 6 if which == "all" else 0])
+    expected = np.array([1, 2, 3, 0, 0, 6 if which == "all" else 0])
     np.testing.assert_allclose(shares, expected / expected.sum(), atol=0.02)
 
 
@@ -415,7 +413,7 @@ def test_a_task_without_data_makes_nothing_be_forgotten_twice():
     assert len(buffer) == 3
 
 
-@given(SIZES, st.integers(1, 4), st.booleans(), st.booleans())
+@given(SIZES, st.integers(2, 4), st.booleans(), st.booleans())
 def test_state_of_a_bounded_memory(sizes: list[int], most: int, opened: bool, data: bool):
     """And a rollback before it, which leaves no trace."""
     buffer = filled(sizes, max_tasks=most)
@@ -434,3 +432,27 @@ def test_state_of_a_bounded_memory(sizes: list[int], most: int, opened: bool, da
             one.append(Batch(torch.full((2,), 77), torch.full((2,), 78)))
     assert other.numbers == buffer.numbers
     assert_same(buffer, other)
+
+
+def test_several_are_forgotten_at_once_where_a_larger_memory_is_taken_over():
+    buffer = TaskBuffer(max_tasks=3)
+    buffer.load_state_dict(filled([2, 3, 4, 5, 6]).state_dict())
+    buffer.begin("next")
+    assert buffer.numbers == [3, 4]
+    assert buffer.counts().tolist() == [5, 6]
+    assert buffer.store.take(slice(0, 11)).y.tolist() == [3] * 5 + [4] * 6
+
+
+def test_a_state_without_data_needs_the_same_tasks():
+    state = filled([2] * 6, max_tasks=3).state_dict(data=False)
+    for other in (filled([2] * 5, max_tasks=3), filled([2] * 6, late_ones_count_less, 3), filled([2] * 3)):
+        with pytest.raises(
+            ValueError, match=r"without its data, of tasks \[3, 4, 5\] as they came, and \[.*\] are here"
+        ):
+            other.load_state_dict(state)
+
+
+def test_the_memory_shrinks_with_its_tasks():
+    buffer = filled([1000, 1, 1], max_tasks=2)
+    assert buffer.store.data is not None
+    assert len(buffer.store.data.x) < 10

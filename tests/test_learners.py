@@ -483,7 +483,8 @@ def test_an_error_in_the_middle_of_an_observe_leaves_the_learner(error: type[Bas
         ({"inner_steps": -1}, "inner_steps"),
         ({"only": "tail.*"}, "matches no parameter"),
         ({"chunk": 0}, "chunk"),
-        ({"max_tasks": 0}, "max_tasks"),
+        ({"max_tasks": 1}, "max_tasks must be an integer of at least 2"),
+        ({"max_tasks": True}, "max_tasks"),
         ({"max_tasks": 2.0}, "max_tasks"),
     ],
 )
@@ -557,7 +558,7 @@ def test_a_task_in_turns() -> None:
     turns.begin("three")
     start = dict(turns.adapt(task="three").named_parameters())
     assert not differences({name: value.detach() for name, value in start.items()}, dict(turns.params))
-    with pytest.raises(ValueError, match="nothing was observed under 'four'; tasks with data: one, two"):
+    with pytest.raises(ValueError, match="nothing is kept under 'four'; tasks with data: one, two"):
         turns.adapt(task="four")
     turns.begin(5)  # pyright: ignore[reportArgumentType]
     turns.observe(*other, update=False)
@@ -825,3 +826,35 @@ def test_what_a_bounded_memory_says() -> None:
         learner.adapt(task=gone)
     with pytest.raises(ValueError, match="kept by class: leave max_tasks at None"):
         make_ftml(max_tasks=2)(module(), ml.losses.squared_error, **SIZES).begin("a", classes=[0, 1])
+
+
+def test_a_state_with_classes_and_a_bounded_memory() -> None:
+    """It is refused, and the bound stays."""
+    nway = make_ftml()(module(), ml.losses.squared_error, **SIZES)
+    nway.begin("a", classes=[0, 1])
+    learner = make_ftml(max_tasks=2)(module(), ml.losses.squared_error, **SIZES)
+    with pytest.raises(ValueError, match="needs a learner without max_tasks"):
+        learner.load_state_dict(nway.state_dict())
+    for t, (batch, _) in enumerate(tasks(4)):
+        learner.begin(f"task {t}")
+        learner.observe(*batch, update=False)
+    assert len(learner._buffer) == 2
+
+
+def test_an_interrupt_while_data_is_kept_leaves_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = make_ftml()(module(), ml.losses.squared_error, **SIZES)
+    learner.begin("a")
+    learner.observe(*tasks()[0][0])
+    learner.begin("b")
+    before = snapshot(learner)
+
+    class Stopping(list[int]):
+        def append(self, value: int) -> None:
+            raise KeyboardInterrupt
+
+    buffer: Any = learner._buffer
+    buffer.starts = Stopping(buffer.starts)
+    with pytest.raises(KeyboardInterrupt):
+        learner.observe(*tasks()[1][0])
+    buffer.starts = list(buffer.starts)
+    assert not differences(before, snapshot(learner))

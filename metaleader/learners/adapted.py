@@ -55,7 +55,7 @@ def _data(learner: Learner, task: str | None) -> Batch | None:
         known = ", ".join(dict.fromkeys(buffer.names)) or "none yet"
         forgotten = buffer.seen - len(buffer)
         also = f"; {forgotten} more are forgotten, for max_tasks={buffer.max_tasks}" if forgotten else ""
-        raise ValueError(f"nothing was observed under {task!r}; tasks with data: {known}{also}")
+        raise ValueError(f"nothing is kept under {task!r}; tasks with data: {known}{also}")
     return buffer.named(str(task))
 
 

@@ -43,8 +43,9 @@ class Learner(ABC):
         optimizer: "adam", "sgd" (momentum 0.9), or a function of (parameters, lr=...) such as `torch.optim.AdamW`.
         clip: the largest norm of a gradient; longer ones are scaled down.
         weights: nu^t, the distribution over tasks seen, such as `recency(10)`; uniform if None.
-        max_tasks: how many tasks are kept, the open one among them: the newest, or those with the largest `weights`.
-            None keeps all, as in the paper, and tasks with `classes` need that.
+        max_tasks: how many tasks are kept, two or more, the open one among them: the newest, or those with the largest
+            `weights`; a name that begins again is one task more. None keeps all, as in the paper, and tasks with
+            `classes` need that.
         preprocess: applied to every x; by default scales uint8 to [0, 1].
         seed: of the initialisation and of all draws.
         device: where parameters and data live.
@@ -73,8 +74,6 @@ class Learner(ABC):
         check_integer("tasks_per_step", tasks_per_step, 1)
         check_integer("query", query, 1)
         check_integer("seed", seed, 0)
-        if max_tasks is not None:
-            check_integer("max_tasks", max_tasks, 1)
         if not callable(loss):
             raise ValueError(
                 f"loss must be a function of (prediction, target), as metaleader.losses.squared_error; got {loss!r}"
@@ -175,16 +174,16 @@ class Learner(ABC):
         if ids is not None and isinstance(self._buffer, TaskBuffer):
             raise ValueError("observe: ids belong to n-way tasks; open the task with begin(name, classes=[...])")
         mark = self._buffer.mark()
-        if isinstance(self._buffer, ClassBuffer):
-            self._buffer.append(batch, ids)
-        else:
-            self._buffer.append(batch)
-        if update:
-            try:
+        try:
+            if isinstance(self._buffer, ClassBuffer):
+                self._buffer.append(batch, ids)
+            else:
+                self._buffer.append(batch)
+            if update:
                 self.update()
-            except BaseException:
-                self._buffer.rollback(mark)
-                raise
+        except BaseException:
+            self._buffer.rollback(mark)
+            raise
 
     def update(self, steps: int | None = None) -> None:
         """Run `meta_steps` updates, or the given number, on what was observed.
@@ -215,7 +214,8 @@ class Learner(ABC):
             steps: how many gradient steps; the learner's own number if None. Several numbers give a list of nets.
             statistics: what batch norm divides by: "task" takes D_t's statistics, so that a prediction does not depend
                 on the rows beside it; "batch" those of the rows it is called on, as in the paper.
-            task: adapt to all that was observed under this name, in one round or in several, instead of D_t.
+            task: adapt to all that was observed under this name, in one round or in several, and is kept, instead of
+                D_t.
         """
         if isinstance(steps, Sequence):
             return adapted_nets(self, steps, statistics, task)

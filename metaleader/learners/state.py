@@ -51,6 +51,8 @@ def _put_state(learner: Learner, state: Mapping[str, Any]) -> None:
         memory = ClassBuffer if state["buffer"]["kind"] == ClassBuffer.kind else TaskBuffer
         buffer = learner._buffer
         if not isinstance(buffer, memory):
+            if learner._hyperparameters["max_tasks"] is not None:
+                raise ValueError("a state of tasks with classes needs a learner without max_tasks")
             buffer = memory(learner.device, buffer.weights)
         buffer.load_state_dict(state["buffer"])
         learner._buffer = buffer
