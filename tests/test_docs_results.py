@@ -485,23 +485,40 @@ ADDITIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "least", "sizes"), [("sinusoid", 26, (10, 30)), ("rainbow-digits", 37, (20, 60))])
-def test_the_tables_of_the_additions(name, least, sizes):
-    with gzip.open(DOCS / "results" / f"additions-{name}.csv.gz", "rt") as file:
-        late = [r for r in csv.DictReader(file) if int(r["round"]) >= least]
+MEMORIES = {
+    "all {}": ("memory-8", "ftml"),
+    "the newest 16": ("memory-16", "ftml-bounded"),
+    "the newest 8": ("memory-8", "ftml-newest"),
+    "any 8": ("memory-8", "ftml-bounded"),
+}
+
+
+def late_records(file, name):
+    """Of the last third of the tasks."""
+    with gzip.open(DOCS / "results" / f"{file}-{name}.csv.gz", "rt") as opened:
+        return [r for r in csv.DictReader(opened) if int(r["round"]) >= {"sinusoid": 26, "rainbow-digits": 37}[name]]
+
+
+def compared(name, sizes, own, plain):
+    """Cells of a table: mean and error, and the difference from plain FTML in each seed."""
     value = lambda r: float(r["loss"]) if name == "sinusoid" else 100 - 100 * float(r["accuracy"])  # noqa: E731
     digits = 3 if name == "sinusoid" else 2
+    for size in sizes:
+        of, base = ([r for r in records if r["datapoints"] == str(size)] for records in (own, plain))
+        mean, error = over_seeds(of, value)
+        yield f"{mean:.{digits}f} ± {error:.{digits}f}"
+        means = [[np.mean([value(r) for r in some if r["seed"] == seed]) for seed in "012"] for some in (of, base)]
+        apart = [one - other for one, other in zip(*means, strict=True)]
+        yield "" if own is plain else ", ".join(f"{gap:+.{digits}f}" for gap in apart)
+
+
+@pytest.mark.parametrize(("name", "tasks", "sizes"), [("sinusoid", 40, (10, 30)), ("rainbow-digits", 56, (20, 60))])
+def test_the_tables_of_the_additions(name, tasks, sizes):
+    rows = {label: ("additions", method) for label, method in ADDITIONS.items()}
+    rows |= {label.format(tasks): row for label, row in MEMORIES.items()}
+    records = {row: [r for r in late_records(row[0], name) if r["method"] == row[1]] for row in rows.values()}
     lines = page_of("additions").splitlines()
-    for label, method in ADDITIONS.items():
-        cells = []
-        for size in sizes:
-            of = {m: [r for r in late if r["method"] == m and r["datapoints"] == str(size)] for m in (method, "ftml")}
-            mean, error = over_seeds(of[method], value)
-            cells.append(f"{mean:.{digits}f} ± {error:.{digits}f}")
-            means = {
-                m: [np.mean([value(r) for r in records if r["seed"] == seed]) for seed in "012"]
-                for m, records in of.items()
-            }
-            apart = [own - plain for own, plain in zip(means[method], means["ftml"], strict=True)]
-            cells.append("" if method == "ftml" else ", ".join(f"{gap:+.{digits}f}" for gap in apart))
+    for label, (file, method) in rows.items():
+        plain = records["additions" if file == "additions" else "memory-8", "ftml"]
+        cells = compared(name, sizes, records[file, method], plain)
         assert f"| {label} | {' | '.join(cells)} |" in lines
