@@ -184,7 +184,9 @@ class TaskBuffer:
         if self.weights is None:
             return None
         # Of all that were seen, without the open one where it is not drawn from.
-        found = checked_weights(self.weights, self.seen - (len(self.names) - stop))[self.numbers[:stop]]
+        found = checked_weights(self.weights, self.seen - (len(self.names) - stop))
+        if self.seen > len(self.names):
+            found = found[self.numbers[:stop]]
         return found if found.sum() > 0 else None
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
