@@ -15,18 +15,12 @@ import numpy as np
 import metaleader as ml
 from metaleader.plots import draw_figures
 
-
-def newest(num_tasks: int, keep: int = 3) -> np.ndarray:
-    """Task weights: the last few alike, the others never drawn."""
-    return (np.arange(num_tasks) >= num_tasks - keep).astype(float)
-
-
 GAMMA = 2.0  # the error at which a task counts as learned
 SETTINGS: dict[str, Any] = {"meta_lr": 3e-3, "meta_steps": 5, "tasks_per_step": 10, "query": 5}
 INNER: dict[str, Any] = {"inner_lr": 0.02, "inner_steps": 5}
 METHODS: dict[str, Any] = {
     "ftml": lambda *args, **given: ml.FTML(*args, **SETTINGS, **INNER, support=5, **given),
-    "ftml, newest 3": lambda *args, **given: ml.FTML(*args, **SETTINGS, **INNER, support=5, weights=newest, **given),
+    "ftml, newest 3": lambda *args, **given: ml.FTML(*args, **SETTINGS, **INNER, support=5, max_tasks=3, **given),
     "toe": lambda *args, **given: ml.TOE(*args, **SETTINGS, **given),
     "ftl": lambda *args, **given: ml.FTL(*args, **SETTINGS, **INNER, **given),
     "scratch": lambda *args, **given: ml.Scratch(*args, **SETTINGS, **given),

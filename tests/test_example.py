@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import metaleader as ml
 from metaleader.evaluate import play
 from metaleader.experiment import First
 from metaleader.presets import PRESETS
@@ -26,7 +27,8 @@ def test_compare(capsys, tmp_path):
     assert [(r["method"], r["round"], r["datapoints"]) for r in records] == [
         (method, t, size) for method in example["METHODS"] for t in range(2) for size in (10, 20, 30)
     ]
-    assert example["newest"](5).tolist() == [0, 0, 1, 1, 1]
+    newest = example["METHODS"]["ftml, newest 3"](lambda: ml.models.mlp(1, 1), ml.losses.squared_error)
+    assert newest._buffer.max_tasks == 3
     assert "ftml, newest 3: squared error" in capsys.readouterr().out
     assert (tmp_path / "new" / "figure.png").stat().st_size > 10_000
 
