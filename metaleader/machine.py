@@ -1,7 +1,9 @@
-"""Where a run runs: the device, the hardware, the versions, the commit of the package, the memory used, the cache."""
+"""Where a run runs: the device, the hardware, the versions, the commit of the package, its memory, the cache."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -74,6 +76,21 @@ def commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return answer
+
+
+def keep_memory() -> None:
+    """Let this process keep what it frees instead of giving it back to the system, where the C library is glibc.
+
+    An update takes the same blocks as the one before; as new pages they cost a tenth of its time on the CPU, and more.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        choose = ctypes.CDLL(None).mallopt
+        for threshold in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            choose(threshold, 2**31 - 1)
+
+
+# The numbers of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def peak_mb(device: str) -> float:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from metaleader.bench.report import MEASUREMENTS, named, run_bench
+from metaleader.machine import keep_memory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", action="store_true", help="time higher and torchopt on the work of meta-step too")
     parser.add_argument("--out", help="a file that gets each result as a line of JSON, as soon as it is there")
     given = parser.parse_args(arguments)
+    keep_memory()
     run_bench(named(given.what), given.device, given.peers, given.out)
     return 0
 

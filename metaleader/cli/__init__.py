@@ -19,6 +19,7 @@ from metaleader.cli.run import run as _run
 from metaleader.cli.show import show as _show
 from metaleader.cli.theory import theory as _theory
 from metaleader.cli.verify import verify as _verify
+from metaleader.machine import keep_memory
 
 # Imported under other names, so that the modules keep theirs.
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     Exits with 0, with 1 where a check fails or the reader of the output has gone (`| head -1`), and with 2 for bad
     input, whose message then says what to do.
     """
+    keep_memory()
     try:
         try:
             status = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="metaleader", args=arguments)
