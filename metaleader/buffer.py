@@ -109,8 +109,8 @@ class TaskBuffer:
         weights = self._weights(len(self.names))
         least_first = range(len(self.names)) if weights is None else np.argsort(weights, kind="stable").tolist()
         kept = sorted(least_first[excess:])
-        stops = [*self.starts[1:], self.store.length]
-        store = self.store.only([slice(self.starts[i], stops[i]) for i in kept])
+        spans = self._spans()
+        store = self.store.only([spans[i] for i in kept])
         starts = np.cumsum([0, *self.counts()[kept[:-1]]]).tolist()
         names, numbers = [self.names[i] for i in kept], [self.numbers[i] for i in kept]
         # At once: an interrupt comes before it or after.
@@ -135,10 +135,12 @@ class TaskBuffer:
 
     def named(self, name: str) -> Batch | None:
         """All datapoints of the tasks of a name, in the order they came; None where there are none."""
-        stops = [*self.starts[1:], self.store.length]
-        spans = zip(self.names, self.starts, stops, strict=True)
-        parts = [self.store.take(slice(start, stop)) for own, start, stop in spans if own == name]
+        parts = [self.store.take(span) for own, span in zip(self.names, self._spans(), strict=True) if own == name]
         return tree_map(lambda *leaves: torch.cat(leaves), *parts) if parts else None
+
+    def _spans(self) -> list[slice]:
+        """The rows of each task."""
+        return [slice(*ends) for ends in zip(self.starts, [*self.starts[1:], self.store.length], strict=True)]
 
     def counts(self) -> np.ndarray:
         """The number of datapoints of each task."""
@@ -202,8 +204,6 @@ class TaskBuffer:
         length, num_tasks, self.seen, self._open = mark
         self.store.cut(length)
         del self.names[num_tasks:], self.starts[num_tasks:], self.numbers[num_tasks:]
-        if self.store.length == 0:
-            self.store.data = None
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:
         """Everything kept; with `data=False` only the bookkeeping, for a checkpoint whose stream rebuilds the data."""
