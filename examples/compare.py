@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import metaleader as ml
-from metaleader.plots import draw_figures
+from metaleader.report.figures import draw_figures
 
 GAMMA = 2.0  # the error at which a task counts as learned
 SETTINGS: dict[str, Any] = {"meta_lr": 3e-3, "meta_steps": 5, "tasks_per_step": 10, "query": 5}

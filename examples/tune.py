@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from metaleader.data import data_folder
-from metaleader.engine import Engine
+from metaleader.engine.engine import Engine
 from metaleader.evaluate import Record, play_together
 from metaleader.experiment import First, planned_updates
-from metaleader.machine import find_device
 from metaleader.presets import PRESETS, Preset
+from metaleader.streams.datasets.registry import data_folder
+from metaleader.system.machine import find_device
 
 
 def tune(

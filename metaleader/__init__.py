@@ -4,11 +4,11 @@ A learner keeps an initialisation from which every new task of a stream is learn
 """
 
 from metaleader import losses, models, streams
-from metaleader.buffer import TaskBuffer, recency
 from metaleader.evaluate import Record, play
-from metaleader.inner import adapt
+from metaleader.gradient.inner import adapt
+from metaleader.gradient.meta import meta_gradient
 from metaleader.learners import FTL, FTML, TOE, Learner, Scratch
-from metaleader.metagrad import meta_gradient
+from metaleader.memory.by_task import TaskBuffer, recency
 from metaleader.tasks import Batch, Task, TaskStream
 
 __version__ = "0.1.0"

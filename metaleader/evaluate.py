@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from metaleader.engine.determinism import repeatable
 from metaleader.learners import Learner, predict_together, update_together
 from metaleader.losses import Loss, takes_labels, unsmoothed
-from metaleader.precision import repeatable
 from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
 
 ADAPTATION_STEPS = 5

@@ -16,19 +16,19 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from metaleader import machine
-from metaleader.curves import STYLES
-from metaleader.data import data_folder
-from metaleader.display import Display, result_table, summary_writer
-from metaleader.engine import Engine, Mode
+from metaleader.engine.engine import Engine, Mode
 from metaleader.evaluate import play_together, preload
-from metaleader.joins import join_runs
 from metaleader.learners import Learner
 from metaleader.losses import takes_labels
-from metaleader.plots import draw_figures
 from metaleader.presets import PRESETS, Preset, Schedule
-from metaleader.report import write_report
-from metaleader.runs import Run, read_config, read_records, read_times
+from metaleader.report.curves import STYLES
+from metaleader.report.figures import draw_figures
+from metaleader.report.page import write_report
+from metaleader.report.progress import Display, result_table, summary_writer
+from metaleader.runs.folder import Run, read_config, read_records, read_times
+from metaleader.runs.join import join_runs
+from metaleader.streams.datasets.registry import data_folder
+from metaleader.system import machine
 from metaleader.tasks import Task, TaskStream
 
 

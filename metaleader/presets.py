@@ -15,11 +15,11 @@ from typing import Any, Literal
 from torch import nn
 
 from metaleader import losses, models
-from metaleader.data import Folder
 from metaleader.evaluate import Parts
 from metaleader.learners import FTL, FTML, TOE, Learner, Scratch
 from metaleader.losses import Loss
 from metaleader.streams import make_stream
+from metaleader.streams.datasets.registry import Folder
 from metaleader.tasks import TaskStream
 
 Schedule = Literal["standard", "paper", "quick"]

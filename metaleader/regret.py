@@ -21,11 +21,11 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.evaluate import ADAPTATION_STEPS, Record
-from metaleader.inner import Params, StepSize, adapt
-from metaleader.learners.start import Model, initial_module
+from metaleader.gradient.inner import Params, StepSize, adapt
+from metaleader.gradient.meta import meta_gradient
+from metaleader.learners.options import Model, initial_module
 from metaleader.losses import Loss, unsmoothed
-from metaleader.metagrad import meta_gradient
-from metaleader.network import Network
+from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
 
 # What a comparator is optimised by, in turn: full-batch Adam of three step sizes, then L-BFGS, which alone gets stuck

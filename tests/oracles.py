@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from metaleader.network import SeededDropout
+from metaleader.nets.functional import SeededDropout
 from metaleader.tasks import rng
 
 Rates = float | Mapping[str, float]

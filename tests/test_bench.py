@@ -16,16 +16,17 @@ import torch
 from torch.utils._pytree import tree_map
 
 import metaleader as ml
-from metaleader import evaluate, passes
+from metaleader import evaluate
 from metaleader.bench import measures, peers, report, update
 from metaleader.bench.errors import distance, doubled, exact_gradient, measure_errors, one_task_each
 from metaleader.bench.timing import median_ms, seconds
 from metaleader.bench.work import INNER_LR, RAINBOW, Work
-from metaleader.chain import gradient
 from metaleader.cli.bench import bench as command
-from metaleader.engine import Engine
-from metaleader.network import Network
-from metaleader.objective import Objective
+from metaleader.engine.conv import gradient
+from metaleader.engine.conv import torch_ops as passes
+from metaleader.engine.engine import Engine
+from metaleader.engine.objective import Objective
+from metaleader.nets.functional import Network
 
 CPU = torch.device("cpu")
 TINY = Work(functools.partial(ml.models.conv_net, 3, 8, 2, 4, 2), (2, 8, 8), 3, 3, 3, 2, 4)

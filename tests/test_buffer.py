@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from metaleader.buffer import TaskBuffer, Weights, distinct, recency
+from metaleader.memory.by_task import TaskBuffer, Weights, distinct, recency
 from metaleader.tasks import Batch
 
 

@@ -16,17 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metaleader as ml
-from metaleader import engine as engine_module
-from metaleader import passes as passes_module
-from metaleader.chain import ChainGradient, Plan, find_chain
-from metaleader.chain import gradient as gradient_module
-from metaleader.compiled import compile_whole
-from metaleader.engine import Engine, Mode
-from metaleader.inner import adapt, moving_names
+from metaleader.engine import engine as engine_module
+from metaleader.engine.compiled import compile_whole
+from metaleader.engine.conv import gradient as gradient_module
+from metaleader.engine.conv import torch_ops as passes_module
+from metaleader.engine.conv.gradient import ChainGradient
+from metaleader.engine.conv.layout import Plan
+from metaleader.engine.conv.torch_ops import TorchPasses
+from metaleader.engine.conv.trace import find_chain
+from metaleader.engine.engine import Engine, Mode
+from metaleader.engine.objective import LOG_LR, Objective
+from metaleader.gradient.inner import adapt, moving_names
 from metaleader.learners import predict_together, update_together
-from metaleader.network import Network
-from metaleader.objective import LOG_LR, Objective
-from metaleader.passes import TorchPasses
+from metaleader.nets.functional import Network
 from metaleader.tasks import Batch
 
 TASKS, IMAGES, SIZE = 3, 4, (9, 7)
@@ -531,11 +533,11 @@ KERNELS = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 import test_chain
-from metaleader.kernels import TritonPasses, launches
+from metaleader.engine.conv.triton import TritonPasses, launch
 for model, size in test_chain.SHAPES:
     test_chain.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[2]))
 # As where there are many cells; the last shape has strides of one, two and three.
-launches._input_tile = lambda cells, layer: (16, layer.stride**2, 2, 1)
+launch._input_tile = lambda cells, layer: (16, layer.stride**2, 2, 1)
 test_chain.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[2]))
 test_chain.find_what_is_no_number(TritonPasses, torch.device(sys.argv[2]))
 print("all agree")
@@ -624,7 +626,7 @@ def cuda() -> torch.device:
 @pytest.mark.gpu
 @pytest.mark.parametrize("images", [3, 40, 180])
 def test_kernels_on_the_gpu(images: int, cuda: torch.device) -> None:
-    from metaleader.kernels import TritonPasses
+    from metaleader.engine.conv.triton import TritonPasses
 
     for model, size in [*SHAPES, (functools.partial(ml.models.conv_net, 10), (28, 28)), (ml.models.pose_net, (64, 64))]:
         compare_passes(model().to(cuda), size, TritonPasses, cuda, images)

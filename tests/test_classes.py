@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import metaleader as ml
-from metaleader.buffer import recency
-from metaleader.classes import ClassBuffer
 from metaleader.evaluate import preload
+from metaleader.memory.by_class import ClassBuffer
+from metaleader.memory.by_task import recency
 from metaleader.tasks import Batch
 
 

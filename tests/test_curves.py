@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from made_records import made_records
 
-from metaleader.curves import (
+from metaleader.presets import PRESETS
+from metaleader.report.curves import (
     STYLES,
     Curve,
     band,
@@ -20,7 +21,6 @@ from metaleader.curves import (
     style,
     third,
 )
-from metaleader.presets import PRESETS
 
 
 def curve_of(panel, method):

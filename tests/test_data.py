@@ -12,9 +12,10 @@ import threading
 import pytest
 import tyro
 
-from metaleader import data, download
 from metaleader.cli.data import data as data_command
 from metaleader.streams import make_stream
+from metaleader.streams.datasets import registry as data
+from metaleader.system import download
 
 CONTENT = bytes(range(256)) * 4000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

@@ -14,13 +14,13 @@ import pytest
 from tiny import tiny, tiny_nway
 
 from metaleader import cli, experiment
-from metaleader.curves import STYLES
 from metaleader.experiment import Experiment, run_experiment
-from metaleader.plots import draw_figures
 from metaleader.presets import PRESETS
-from metaleader.report import write_report
-from metaleader.runs import read_times
-from metaleader.verify import check_claims
+from metaleader.report.claims import check_claims
+from metaleader.report.curves import STYLES
+from metaleader.report.figures import draw_figures
+from metaleader.report.page import write_report
+from metaleader.runs.folder import read_times
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = sorted(path for path in (DOCS / "results").iterdir() if path.is_dir())
@@ -78,7 +78,7 @@ def test_the_report_is_drawn_from_it(folder, tmp_path, monkeypatch):
 def test_the_figure_is_the_one_of_the_page(folder, page, tmp_path):
     import matplotlib.image
 
-    from metaleader.runs import read_config, read_records
+    from metaleader.runs.folder import read_config, read_records
 
     config = read_config(folder)
     drawn = draw_figures(

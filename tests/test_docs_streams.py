@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from metaleader.data import DATA_SETS
 from metaleader.streams import STREAMS
+from metaleader.streams.datasets.registry import DATA_SETS
 
 PAGE = Path(__file__).parent.parent / "docs" / "streams.md"
 TEXT = PAGE.read_text()

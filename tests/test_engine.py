@@ -24,14 +24,14 @@ from torch._inductor.utils import fresh_cache
 from torch.utils._pytree import tree_map
 
 import metaleader as ml
-from metaleader import compiled as compiled_module
-from metaleader import engine as engine_module
 from metaleader.checks.trees import differences
-from metaleader.engine import Engine, Mode
+from metaleader.engine import compiled as compiled_module
+from metaleader.engine import engine as engine_module
+from metaleader.engine.engine import Engine, Mode
+from metaleader.engine.objective import Objective
 from metaleader.learners import update_together
 from metaleader.learners.joint import Joint, outer_steps
-from metaleader.network import Network
-from metaleader.objective import Objective
+from metaleader.nets.functional import Network
 from metaleader.tasks import Batch
 
 CPU = torch.device("cpu")

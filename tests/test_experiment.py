@@ -12,15 +12,17 @@ import tiny
 import torch
 from rich.console import Console
 
-from metaleader import display, experiment, machine
-from metaleader.display import Display, result_table
+from metaleader import experiment
 from metaleader.evaluate import Record
 from metaleader.experiment import Experiment, First, checked, run_experiment
 from metaleader.learners import FTML
 from metaleader.presets import PRESETS
-from metaleader.runs import read_records, read_times
-from metaleader.store import load_tree
+from metaleader.report import progress as display
+from metaleader.report.progress import Display, result_table
+from metaleader.runs.folder import read_records, read_times
 from metaleader.streams import SinusoidStream
+from metaleader.system import machine
+from metaleader.system.files import load_tree
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from metaleader.inner import adapt, moving_names
+from metaleader.gradient.inner import adapt, moving_names
 
 NET = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
 PARAMS = {name: value.detach().clone() for name, value in NET.named_parameters()}

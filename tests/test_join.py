@@ -10,7 +10,7 @@ import tiny
 from metaleader import cli, experiment
 from metaleader.experiment import Experiment, join_experiments, run_experiment
 from metaleader.presets import PRESETS
-from metaleader.runs import Run, read_config, read_times
+from metaleader.runs.folder import Run, read_config, read_times
 
 ALL = ("ftml", "toe", "scratch")
 

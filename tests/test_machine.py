@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from metaleader.machine import keep_memory
+from metaleader.system.machine import keep_memory
 
 FAULTS = """
 import resource, sys, torch
-from metaleader.machine import keep_memory
+from metaleader.system.machine import keep_memory
 if sys.argv[1] == "keep":
     keep_memory()
 for _ in range(2):

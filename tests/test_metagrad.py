@@ -12,8 +12,8 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from metaleader import losses, meta_gradient, models
-from metaleader.inner import adapt
-from metaleader.network import Network
+from metaleader.gradient.inner import adapt
+from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, rng
 
 TASKS, STEPS, RATE = 3, 4, 0.2

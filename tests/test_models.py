@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from metaleader import losses, meta_gradient, models
-from metaleader.network import Network
+from metaleader.nets.functional import Network
 from metaleader.tasks import Batch
 
 # Parameters by hand. Conv block: in * out * k * k weights, then scale and shift; dense: in * out + out.

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metaleader import losses, models
-from metaleader.inner import adapt
-from metaleader.layers import Linear, SeededDropout, _hash
-from metaleader.metagrad import meta_gradient
-from metaleader.network import Network
+from metaleader.gradient.inner import adapt
+from metaleader.gradient.meta import meta_gradient
+from metaleader.nets.functional import Network
+from metaleader.nets.layers import Linear, SeededDropout, _hash
 from metaleader.tasks import Batch
 
 X, Y = normal("x", 6, 3), labels("y", 2, 6)

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import metaleader as ml
-from metaleader import data
 from metaleader.streams import Labelled, NWayStream, cifar100
-from metaleader.streams.cifar import COARSE, NAMES, SUPERCLASSES
-from metaleader.streams.pickles import load_pickle
+from metaleader.streams.datasets import registry as data
+from metaleader.streams.datasets.cifar import COARSE, NAMES, SUPERCLASSES
+from metaleader.streams.datasets.pickles import load_pickle
 
 
 def labelled(classes=8, train=6, test=3):

@@ -7,9 +7,9 @@ import pytest
 from made_records import made_records, uneven
 from matplotlib.figure import Figure
 
-from metaleader.curves import STYLES, stream_panels
-from metaleader.plots import _draw_panel, draw_figures
 from metaleader.presets import PRESETS
+from metaleader.report.curves import STYLES, stream_panels
+from metaleader.report.figures import _draw_panel, draw_figures
 
 NAMES = [f"{name}.{suffix}" for name in ("figure", "learning", "cumulative") for suffix in ("png", "svg")]
 

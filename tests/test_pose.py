@@ -15,11 +15,13 @@ import tyro
 from metaleader.checks import check_stream
 from metaleader.cli import main
 from metaleader.cli.show import show
-from metaleader.streams import PoseStream, make_stream, pose_gl, pose_scene
-from metaleader.streams.pose_camera import REACH, View, draw_labels, draw_view
-from metaleader.streams.pose_objects import PASCAL3D, builtin_objects, make_mesh
-from metaleader.streams.pose_scene import DOT_PLACE, MIN_VISIBLE, Scene, check_visible, colour_of, shrink, view_camera
-from metaleader.streams.pose_shapes import FAMILIES
+from metaleader.streams import PoseStream, make_stream
+from metaleader.streams.pose import opengl as pose_gl
+from metaleader.streams.pose import scene as pose_scene
+from metaleader.streams.pose.camera import REACH, View, draw_labels, draw_view
+from metaleader.streams.pose.objects import PASCAL3D, builtin_objects, make_mesh
+from metaleader.streams.pose.scene import DOT_PLACE, MIN_VISIBLE, Scene, check_visible, colour_of, shrink, view_camera
+from metaleader.streams.pose.shapes import FAMILIES
 from metaleader.tasks import TaskStream
 
 SMALL: dict[str, Any] = {"tasks": 3, "images": 6, "train": 4, "size": 16}
@@ -116,7 +118,7 @@ def test_what_determines_the_images_names_the_folder(monkeypatch):
     assert all(small(**change).folder == base.folder for change in same)
     folders = {small(**change).folder for change in other}
     assert len(folders | {base.folder}) == 4
-    monkeypatch.setattr("metaleader.streams.pose.SCENE_VERSION", -1)
+    monkeypatch.setattr("metaleader.streams.pose.stream.SCENE_VERSION", -1)
     assert small().folder != base.folder
 
 
@@ -273,7 +275,7 @@ from pathlib import Path
 from metaleader.streams import PoseStream
 PoseStream(tasks=3, images=6, train=4, size=16, cache=Path({str(tmp_path)!r})).prepare()
 """
-    slow = "import metaleader.streams.pose as p, time\nold = p.check_visible\n"
+    slow = "import metaleader.streams.pose.stream as p, time\nold = p.check_visible\n"
     slow += "p.check_visible = lambda *a: (old(*a), time.sleep(0 if a[2].startswith(FIRST) else 60))\n"
     source = small(cache)
     folder = tmp_path / source.folder.name

@@ -10,9 +10,9 @@ import zlib
 import numpy as np
 import pytest
 
-from metaleader.machine import cache_folder
-from metaleader.streams import pose_cache
-from metaleader.streams.pose_cache import claim_view, read_view, write_view
+from metaleader.streams.pose import cache as pose_cache
+from metaleader.streams.pose.cache import claim_view, read_view, write_view
+from metaleader.system.machine import cache_folder
 
 # The module alone, without the package around it: a process that imports torch takes seconds to start.
 PRELUDE = f"""

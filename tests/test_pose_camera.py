@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from metaleader.streams.pose_camera import (
+from metaleader.streams.pose.camera import (
     HALF_FRAME,
     MARGIN,
     REACH,

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from metaleader.streams import pose_gl
-from metaleader.streams.pose_gl import BACKENDS, choose_backend, load_mujoco
+from metaleader.streams.pose import opengl as pose_gl
+from metaleader.streams.pose.opengl import BACKENDS, choose_backend, load_mujoco
 
 
 def have(monkeypatch, *libraries):

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metaleader.streams.pose_objects import (
+from metaleader.streams.pose.objects import (
     PASCAL3D,
     builtin_objects,
     make_mesh,
     pascal3d_objects,
     read_off,
 )
-from metaleader.streams.pose_shapes import FAMILIES, build_shape
+from metaleader.streams.pose.shapes import FAMILIES, build_shape
 
 NAMES = [f"{kind} {i:02d}" for kind, numbers in PASCAL3D.items() for i in numbers]
 # A wedge: five corners on the ground and above, one face a square.

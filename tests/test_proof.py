@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metaleader as ml
-from metaleader.chain import find_chain
-from metaleader.engine import Engine
+from metaleader.engine.conv.trace import find_chain
+from metaleader.engine.engine import Engine
+from metaleader.engine.objective import Objective
 from metaleader.learners import predict_together
-from metaleader.network import Network
-from metaleader.objective import Objective
+from metaleader.nets.functional import Network
 from metaleader.tasks import Batch
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from metaleader import data
 from metaleader.streams import Digits, RainbowStream, make_stream, rainbow_digits, rainbow_mnist
-from metaleader.streams.mnist import read_idx
+from metaleader.streams.datasets import registry as data
+from metaleader.streams.datasets.mnist import read_idx
 from metaleader.streams.rainbow import COLOURS, LOOKS, Look, bundled_digits, paint
 
 

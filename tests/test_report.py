@@ -13,12 +13,12 @@ import pytest
 from browser import Browser, chromium
 from made_records import SHAPES, made_records, uneven, write_run
 
-from metaleader import report
-from metaleader.charts import Axes, _ticks, chart, common_axes, legend, with_error
 from metaleader.cli import main
-from metaleader.curves import STYLES, stream_panels
 from metaleader.presets import PRESETS
-from metaleader.report import write_report
+from metaleader.report import page as report
+from metaleader.report.curves import STYLES, stream_panels
+from metaleader.report.page import write_report
+from metaleader.report.svg import Axes, _ticks, chart, common_axes, legend, with_error
 
 TIMES = "method,round,seconds,peak_mb\nftml,0,100,1024\nftml,1,34.5,3072.4\ntoe,0,12,\nscratch,0,soon,\n"
 

@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 
-from metaleader import runs
 from metaleader.evaluate import Record
-from metaleader.runs import Run, read_config, read_records, read_times
+from metaleader.runs import folder as runs
+from metaleader.runs.folder import Run, read_config, read_records, read_times
 
 CONFIG = {"methods": ["ftml", "toe"], "seeds": 2}
 

@@ -8,7 +8,7 @@ import tyro
 
 import metaleader as ml
 from metaleader.cli.show import show
-from metaleader.sheet import contact_sheet
+from metaleader.report.sheet import contact_sheet
 from metaleader.streams import NWayStream, SinusoidStream
 from metaleader.streams.nway import Labelled
 

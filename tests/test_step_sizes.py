@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import metaleader as ml
-from metaleader.engine import Engine
-from metaleader.learners.together import predict_together
+from metaleader.engine.engine import Engine
+from metaleader.learners.update import predict_together
 
 
 def net() -> nn.Module:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
 
-from metaleader import store
-from metaleader.store import load_tree, save_tree, write_atomic
+from metaleader.system import files as store
+from metaleader.system.files import load_tree, save_tree, write_atomic
 
 TREE = {
     "params": {"head.weight": torch.arange(6.0).view(2, 3), "head/bias": torch.tensor([float("nan"), -0.0])},

@@ -11,8 +11,8 @@ from torch import nn
 from torch.func import functional_call
 
 import metaleader as ml
-from metaleader import compiled as compiled_module
-from metaleader.engine import Engine
+from metaleader.engine import compiled as compiled_module
+from metaleader.engine.engine import Engine
 from metaleader.evaluate import preload
 from metaleader.learners import update_together
 from metaleader.presets import PRESETS

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, hessian
 
-from metaleader.metagrad import meta_gradient
+from metaleader.gradient.meta import meta_gradient
 from metaleader.tasks import rng, rows
 from metaleader.theory import (
     Constants,

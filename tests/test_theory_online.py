@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from metaleader.metagrad import meta_gradient
+from metaleader.gradient.meta import meta_gradient
 from metaleader.tasks import rows
 from metaleader.theory import StepSizeWarning, growth, minimise, quadratic_loss, simulate
 from metaleader.theory import online as online_module

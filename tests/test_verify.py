@@ -16,8 +16,8 @@ import pytest
 
 from metaleader.cli import main
 from metaleader.presets import PRESETS
+from metaleader.report.claims import STATEMENTS, T_QUANTILES, Claim, check_claims
 from metaleader.tasks import rng
-from metaleader.verify import STATEMENTS, T_QUANTILES, Claim, check_claims
 
 METHODS = ("ftml", "ftml-last", "ftl", "toe", "scratch")
 TASKS = 9

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 from metaleader import losses, models
 from metaleader.learners import FTML, TOE, Scratch
 from metaleader.presets import Preset, sinusoid
-from metaleader.store import load_tree
 from metaleader.streams import Labelled, NWayStream, SinusoidStream
+from metaleader.system.files import load_tree
 
 
 def small_net():

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from metaleader.bench.report import MEASUREMENTS, named, run_bench
-from metaleader.machine import keep_memory
+from metaleader.system.machine import keep_memory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,10 +15,10 @@ from torch.func import vmap
 from torch.utils._pytree import tree_map
 
 from metaleader.bench.work import Inputs, Work
-from metaleader.engine import Engine
-from metaleader.inner import Params
-from metaleader.network import scale_uint8
-from metaleader.objective import Objective
+from metaleader.engine.engine import Engine
+from metaleader.engine.objective import Objective
+from metaleader.gradient.inner import Params
+from metaleader.nets.functional import scale_uint8
 from metaleader.tasks import double
 
 # Rounding alone stays below this, also for pose; a changed sign seldom does.

@@ -21,13 +21,13 @@ from metaleader.bench.errors import measure_errors
 from metaleader.bench.timing import median_ms
 from metaleader.bench.update import fast_mode, program
 from metaleader.bench.work import INNER_LR, RAINBOW, Work
-from metaleader.buffer import TaskBuffer
-from metaleader.engine import Engine, Mode
+from metaleader.engine.determinism import tf32
+from metaleader.engine.engine import Engine, Mode
+from metaleader.engine.objective import Objective
 from metaleader.evaluate import play
 from metaleader.learners import FTML, update_together
-from metaleader.network import Network
-from metaleader.objective import Objective
-from metaleader.precision import tf32
+from metaleader.memory.by_task import TaskBuffer
+from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, Task, rng
 
 

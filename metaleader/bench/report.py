@@ -14,11 +14,11 @@ import rich.console
 import rich.table
 import torch
 
-from metaleader import machine
 from metaleader.bench.measures import measure_buffer, measure_memory, measure_start, measure_stream, measure_tf32
 from metaleader.bench.update import measure_update
 from metaleader.bench.work import CIFAR, PLAIN, POSE, RAINBOW, SEEDS
-from metaleader.precision import tf32
+from metaleader.engine.determinism import tf32
+from metaleader.system import machine
 
 MEASUREMENTS: dict[str, Callable[[torch.device, bool], dict[str, Any]]] = {
     "meta-step": lambda device, peers: measure_update(RAINBOW, device, compare=True, peers=peers),

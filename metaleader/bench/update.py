@@ -13,10 +13,10 @@ from metaleader.bench.errors import measure_errors
 from metaleader.bench.peers import PEERS, find_peers, loop_gradient
 from metaleader.bench.timing import count_kernels, median_ms, seconds
 from metaleader.bench.work import Work
-from metaleader.chain import find_chain
-from metaleader.engine import Engine, Mode
+from metaleader.engine.conv.trace import find_chain
+from metaleader.engine.engine import Engine, Mode
 from metaleader.learners import update_together
-from metaleader.network import Network
+from metaleader.nets.functional import Network
 
 
 def measure_update(

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from metaleader import losses, models
-from metaleader.engine import Engine
-from metaleader.inner import Params
+from metaleader.engine.engine import Engine
+from metaleader.gradient.inner import Params
 from metaleader.learners import FTML, TOE, Learner
-from metaleader.learners.start import initial_module
+from metaleader.learners.options import initial_module
 from metaleader.losses import Loss
 from metaleader.tasks import Batch, rng, to_device
 

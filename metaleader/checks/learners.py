@@ -26,7 +26,7 @@ from metaleader.checks.trees import copied, differences, require, require_equal,
 from metaleader.evaluate import measure, play
 from metaleader.learners import Learner
 from metaleader.losses import unsmoothed
-from metaleader.network import scale_uint8
+from metaleader.nets.functional import scale_uint8
 from metaleader.tasks import Task, num_rows
 
 # Builds a new learner, the same one at every call.

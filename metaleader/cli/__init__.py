@@ -19,7 +19,7 @@ from metaleader.cli.run import run as _run
 from metaleader.cli.show import show as _show
 from metaleader.cli.theory import theory as _theory
 from metaleader.cli.verify import verify as _verify
-from metaleader.machine import keep_memory
+from metaleader.system.machine import keep_memory
 
 # Imported under other names, so that the modules keep theirs.
 COMMANDS: dict[str, Callable[..., Any]] = {

@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-from metaleader.data import DATA_SETS, data_folder, fetch, how_to_get, status
+from metaleader.streams.datasets.registry import DATA_SETS, data_folder, fetch, how_to_get, status
 
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
 

@@ -24,7 +24,7 @@ def report(
     """
     import sys
 
-    from metaleader.report import write_report
+    from metaleader.report.page import write_report
 
     # Of several, as a shell's `runs/*` gives them, those that are no runs are left out; alone, one is an error.
     runs = [folder for folder in folders if (folder / "records.csv").is_file()] or list(folders)

@@ -38,9 +38,9 @@ def show(
     Returns:
         The exit status.
     """  # noqa: E501 (a line break would show in the help)
-    from metaleader.sheet import HELD_OUT, contact_sheet
-    from metaleader.store import check_target
+    from metaleader.report.sheet import HELD_OUT, contact_sheet
     from metaleader.streams import PoseStream, make_stream
+    from metaleader.system.files import check_target
 
     options: dict[str, Any] = {} if order is None else {"order": order}
     path = out or Path(f"{stream}.png")

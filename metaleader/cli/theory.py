@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from metaleader.store import write_atomic
+from metaleader.system.files import write_atomic
 from metaleader.theory import figures
 from metaleader.theory.checks import (
     Check,

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from metaleader.verify import check_claims
+from metaleader.report.claims import check_claims
 
 STYLES = {"agrees": "green", "disagrees": "bold red", "undecided": "yellow"}
 

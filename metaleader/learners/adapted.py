@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from metaleader.classes import ClassBuffer
-from metaleader.learners.start import check_integer
-from metaleader.network import Statistics
-from metaleader.precision import repeatable
+from metaleader.engine.determinism import repeatable
+from metaleader.learners.options import check_integer
+from metaleader.memory.by_class import ClassBuffer
+from metaleader.nets.functional import Statistics
 from metaleader.tasks import Batch, ClassBatch, num_rows, rng
 
 if TYPE_CHECKING:
-    from metaleader.learners.base import Learner
+    from metaleader.learners.learner import Learner
 
 
 @torch.no_grad()

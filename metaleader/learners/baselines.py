@@ -11,12 +11,12 @@ from typing import Unpack
 
 from torch import nn
 
-from metaleader.buffer import Draw
-from metaleader.inner import StepSize
-from metaleader.learners.base import Learner
-from metaleader.learners.start import Common, Model, check_integer, check_step_size, initial_module
+from metaleader.engine.objective import Adaptation
+from metaleader.gradient.inner import StepSize
+from metaleader.learners.learner import Learner
+from metaleader.learners.options import Common, Model, check_integer, check_step_size, initial_module
 from metaleader.losses import Loss
-from metaleader.objective import Adaptation
+from metaleader.memory.by_task import Draw
 
 
 class TOE(Learner):

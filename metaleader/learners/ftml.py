@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Unpack
 
-from metaleader.buffer import Draw
-from metaleader.inner import StepSize, split, step_sizes
-from metaleader.learners.base import Learner
-from metaleader.learners.start import Common, Model, check_integer, check_step_size
+from metaleader.engine.objective import Adaptation, Objective
+from metaleader.gradient.inner import StepSize, split, step_sizes
+from metaleader.learners.learner import Learner
+from metaleader.learners.options import Common, Model, check_integer, check_step_size
 from metaleader.losses import Loss
-from metaleader.objective import Adaptation, Objective
+from metaleader.memory.by_task import Draw
 
 
 class FTML(Learner):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from metaleader.learners.outer import OptimizerFactory, Outer, clipped
+from metaleader.learners.optimizer import OptimizerFactory, Outer, clipped
 
 
 def outer_steps(outers: Sequence[Outer]) -> Joint | Apart:

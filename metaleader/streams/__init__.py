@@ -2,10 +2,10 @@
 
 from metaleader.streams.arrays import ArrayStream
 from metaleader.streams.catalogue import STREAMS, make_stream
-from metaleader.streams.cifar import cifar100
-from metaleader.streams.mnist import Digits
+from metaleader.streams.datasets.cifar import cifar100
+from metaleader.streams.datasets.mnist import Digits
 from metaleader.streams.nway import Labelled, NWayStream
-from metaleader.streams.pose import PoseStream
+from metaleader.streams.pose.stream import PoseStream
 from metaleader.streams.quadratic import QuadraticStream
 from metaleader.streams.rainbow import RainbowStream, rainbow_digits, rainbow_mnist
 from metaleader.streams.sinusoid import SinusoidStream

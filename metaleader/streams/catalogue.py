@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from metaleader.data import Folder
-from metaleader.streams.cifar import cifar100
-from metaleader.streams.pose import PoseStream
+from metaleader.streams.datasets.cifar import cifar100
+from metaleader.streams.datasets.registry import Folder
+from metaleader.streams.pose.stream import PoseStream
 from metaleader.streams.rainbow import rainbow_digits, rainbow_mnist
 from metaleader.streams.sinusoid import SinusoidStream
 from metaleader.tasks import TaskStream

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from metaleader.data import Folder
-from metaleader.streams.mnist import Digits, read_mnist
+from metaleader.streams.datasets.mnist import Digits, read_mnist
+from metaleader.streams.datasets.registry import Folder
 from metaleader.tasks import Batch, Task, rng
 
 COLOURS: dict[str, tuple[int, int, int]] = {

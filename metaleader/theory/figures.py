@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor
 
-from metaleader.store import write_drawn
+from metaleader.system.files import write_drawn
 from metaleader.theory.convexity import Constants, quadratic_constants
 from metaleader.theory.online import FTL, FTL_ADAPTED, FTML, STREAMING, Simulation, doublings
 from metaleader.theory.quadratics import Quadratics, quadratics

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from metaleader.inner import Params
+from metaleader.gradient.inner import Params
 from metaleader.theory.convexity import Constants
 
 # The largest |s''| of the sigmoid s: its third-order bound, 1 / (6 sqrt 3).

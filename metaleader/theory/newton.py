@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, grad_and_value, jacrev, vmap
 
-from metaleader.inner import LossFn, adapt
+from metaleader.gradient.inner import LossFn, adapt
 from metaleader.tasks import num_rows, rows
 from metaleader.theory.convexity import Constants
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metaleader.inner import Params
+from metaleader.gradient.inner import Params
 
 
 class Quadratics(NamedTuple):

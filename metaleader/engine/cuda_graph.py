@@ -1,0 +1,65 @@
+"""A program as one CUDA graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from metaleader.engine.compiled import compiling
+
+
+class Captured:
+    """A program as one CUDA graph: inputs are copied in, outputs copied out."""
+
+    def __init__(self, program: Callable[..., Any], inputs: tuple[Any, ...], pool: Any) -> None:
+        given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        static = tensors_of(given)
+        # Of one dtype at a time, or torch copies them one by one.
+        dtypes = dict.fromkeys(leaf.dtype for leaf in static)
+        self._groups = [[i for i, leaf in enumerate(static) if leaf.dtype == dtype] for dtype in dtypes]
+        self._inputs = [[static[i] for i in group] for group in self._groups]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), compiling():
+            for _ in range(2):
+                program(*given)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool, stream=_main_stream(torch.cuda.current_device())), compiling():
+            outputs, self._out_form = tree_flatten(program(*given))
+        self._outputs = outputs
+        self._program = program
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Replay the graph with inputs of the shapes that it was captured with."""
+        leaves = tensors_of(inputs)
+        for held, group in zip(self._inputs, self._groups, strict=True):
+            torch._foreach_copy_(held, [leaves[i] for i in group])  # pyright: ignore[reportPrivateImportUsage]
+        self._graph.replay()
+        copies = torch._foreach_mul(self._outputs, 1)  # pyright: ignore[reportPrivateImportUsage]
+        return tree_unflatten(list(copies), self._out_form)
+
+
+@functools.cache
+def _main_stream(device: int) -> torch.cuda.Stream:
+    """Where all graphs of a device are captured: memory of their pool is used again on one stream only.
+
+    It comes before other streams, which have time: kernels beside it would else take the GPU first.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of nested dicts, by name, and tuples; written out, since torch's own takes as long as an update."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    by_name = (tree[name] for name in sorted(tree)) if isinstance(tree, dict) else ()
+    parts = tree if isinstance(tree, tuple | list) else by_name
+    if not isinstance(tree, dict | tuple | list):
+        return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    return [leaf for part in parts for leaf in tensors_of(part)]

@@ -1,0 +1,1 @@
+"""All data observed so far, and how meta-batches are drawn from it."""

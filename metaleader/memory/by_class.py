@@ -1,0 +1,297 @@
+"""Memory of an n-way stream: one pool for each global class, each image once, and how meta-batches are drawn from it.
+
+A meta-training task is n random classes of those seen, its labels shuffled; support and query get equally many
+datapoints of each class, disjoint. A class with fewer images than both need is divided between the two and repeated as
+`TaskBuffer` does it with a task. Nothing is drawn before n classes have been seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metaleader.memory.by_task import Draw, Weights, Which, checked_weights, distinct, split
+from metaleader.memory.rows import Rows
+from metaleader.tasks import Batch, rng, rows
+
+_UNNAMED = -1
+
+
+class ClassBuffer:
+    """All images revealed so far, by class; the interface is `TaskBuffer`'s.
+
+    The targets kept with an image are those it first came with; a draw and D_t bring labels of their own.
+
+    Args:
+        device: where the data is kept.
+        weights: nu^t over the classes seen, in the order of their arrival, drawn without replacement; uniform if None.
+    """
+
+    kind = "classes"
+
+    def __init__(self, device: torch.device | str = "cpu", weights: Weights | None = None) -> None:
+        self.device = torch.device(device)
+        self.weights = weights
+        self.store = Rows(self.device)
+        self.ways: tuple[int, ...] = ()
+        self._classes: list[int] = []  # of each row
+        self._ids: list[int] = []  # of each row
+        self._row_of: dict[int, int] = {}  # by id
+        self._round_rows: list[int] = []
+        self._round_labels: list[int] = []
+        self._round_start = 0
+        self._current: Batch | None = None
+
+    def __len__(self) -> int:
+        """The number of classes with at least one image."""
+        return len(set(self._classes))
+
+    @property
+    def num_datapoints(self) -> int:
+        """The number of images kept."""
+        return self.store.length
+
+    @property
+    def num_new(self) -> int:
+        """The number of images that came for the first time in this round."""
+        return self.store.length - self._round_start
+
+    def begin(self, name: str, classes: Sequence[int], num_classes: int | None = None) -> None:
+        """Open a new task; D_t is empty.
+
+        Args:
+            name: of the task, for messages.
+            classes: the global class behind each local label, in local order.
+            num_classes: the classes that the network has outputs for, 0 to `num_classes - 1`; None where it has one for
+                each label.
+        """
+        ways = tuple(_integers(classes, f"task {name!r}: classes"))
+        if len(ways) < 2 or len(set(ways)) < len(ways):
+            raise ValueError(f"task {name!r}: classes must be two or more different integers, got {list(classes)}")
+        if num_classes is not None and not 0 <= min(ways) <= max(ways) < num_classes:
+            raise ValueError(
+                f"task {name!r}: classes must lie in 0..{num_classes - 1}, the network has an output for each; got"
+                f" {list(ways)}"
+            )
+        if self.ways and len(ways) != len(self.ways):
+            raise ValueError(
+                f"task {name!r} has {len(ways)} classes, earlier tasks have {len(self.ways)}; all tasks of a learner"
+                " have equally many"
+            )
+        self.ways = ways
+        self._round_rows, self._round_labels, self._current = [], [], None
+        self._round_start = self.store.length
+
+    def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None) -> None:
+        """Keep datapoints of the open task; refused as a whole where labels or ids are wrong.
+
+        Args:
+            batch: images with local labels.
+            ids: one integer an image that names it across tasks; an image whose id was seen before is not kept again.
+                None means that all images are new.
+        """
+        labels = self._checked_labels(batch.y)
+        names = self._checked_ids(ids, labels)
+        new: list[int] = []
+        new_rows: dict[int, int] = {}  # by id
+        round_rows: list[int] = []
+        for i, name in enumerate(names):
+            row = self._row_of.get(name, new_rows.get(name))
+            if row is None:
+                row = self.store.length + len(new)
+                new.append(i)
+                if name != _UNNAMED:
+                    new_rows[name] = row
+            round_rows.append(row)
+        if new:
+            self.store.append(rows(batch, torch.tensor(new, device=batch.y.device)))
+        self._classes += [self.ways[labels[i]] for i in new]
+        self._ids += [names[i] for i in new]
+        self._row_of |= new_rows
+        self._round_rows += round_rows
+        self._round_labels += labels
+        self._current = None
+
+    def current(self) -> Batch | None:
+        """D_t: all datapoints of the open task with their local labels, None before the first."""
+        if self._current is None and self._round_rows:
+            index = torch.tensor(self._round_rows, device=self.device)
+            self._current = self.store.gather(index, self._labels(np.asarray(self._round_labels)))
+        return self._current
+
+    def counts(self) -> np.ndarray:
+        """The number of images of each class, in the order of the classes' arrival."""
+        return self._pools(self.store.length)[2]
+
+    def draw(
+        self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int, which: Which = "all"
+    ) -> Draw | None:
+        """Draw meta-batches for some steps; a step's draw depends on (seed, step) and the buffer alone.
+
+        Args:
+            seed: of the learner.
+            steps: the numbers of the meta-updates to draw for.
+            tasks: how many tasks a step, each with classes and labels of its own.
+            support: datapoints in a task's support set, a multiple of the number of classes; may be 0.
+            query: datapoints in a task's query set, likewise.
+            which: tasks of all images seen, of those that were here before this round, or D_t itself: its own labels,
+                datapoints drawn whatever their class.
+
+        Returns:
+            Row numbers, labels and classes on the buffer's device, or None where there is nothing to draw from.
+        """
+        if which == "current":
+            return self._draw_current(seed, steps, tasks, support, query)
+        names, order, counts, starts = self._pools(self.store.length if which == "all" else self._round_start)
+        ways = len(self.ways)
+        if not ways or len(counts) < ways:
+            return None
+        for what, size in (("support", support), ("query", query)):
+            if size % ways:
+                raise ValueError(f"{what} must be a multiple of the {ways} classes of a task, got {size}")
+        shape, width = (len(steps), tasks, ways), (support + query) // ways
+        generators = [rng("draw", seed, step) for step in steps]
+        races = np.stack([g.random((tasks, len(counts))) for g in generators])
+        if self.weights is not None:
+            races = _weighted(races, checked_weights(self.weights, len(counts)), ways)
+        chosen = np.argsort(races, axis=-1, kind="stable")[..., :ways].reshape(-1)
+        labels = np.argsort(np.stack([g.random((tasks, ways)) for g in generators]), axis=-1, kind="stable")
+        uniforms = np.stack([g.random((tasks * ways, 2 * width)) for g in generators]).reshape(-1, 2 * width)
+        share = (support // ways, query // ways)
+        numbers = split(distinct(uniforms, counts[chosen], width), counts[chosen], *share)
+        picked = order[starts[chosen][:, None] + numbers].reshape(*shape, width)
+        repeated = np.broadcast_to(labels[..., None], (*shape, width))
+        classes = np.empty(shape, dtype=np.int64)
+        np.put_along_axis(classes, labels, names[chosen].reshape(shape), axis=-1)
+        return self._as_draw(picked, repeated, share[0], classes)
+
+    def gather(self, draw: Draw) -> tuple[Batch, Batch]:
+        """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
+        return self.store.gather(draw.support, draw.support_y), self.store.gather(draw.query, draw.query_y)
+
+    def mark(self) -> tuple[Any, ...]:
+        """A point of this round to return to with `rollback`."""
+        return self.store.length, len(self._round_rows)
+
+    def rollback(self, mark: tuple[Any, ...]) -> None:
+        """Forget what was appended after a mark."""
+        length, num_round = mark
+        self.store.length = length
+        if length == 0:  # the next rows may have any shape
+            self.store.data = None
+        for name in self._ids[length:]:
+            self._row_of.pop(name, None)
+        del self._classes[length:], self._ids[length:]
+        del self._round_rows[num_round:], self._round_labels[num_round:]
+        self._current = None
+
+    def state_dict(self, data: bool = True) -> dict[str, Any]:
+        """Everything kept; with `data=False` only the bookkeeping, for a checkpoint whose stream rebuilds the data."""
+        return {
+            "kind": self.kind,
+            "ways": list(self.ways),
+            "classes": torch.tensor(self._classes, dtype=torch.int64),
+            "ids": torch.tensor(self._ids, dtype=torch.int64),
+            "round_rows": torch.tensor(self._round_rows, dtype=torch.int64),
+            "round_labels": torch.tensor(self._round_labels, dtype=torch.int64),
+            "round_start": self._round_start,
+        } | self.store.state_dict(data)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state; without data in it, what is kept already must be what the state was saved with."""
+        classes, ids = state["classes"].tolist(), state["ids"].tolist()
+        if "data" not in state and (classes, ids) != (self._classes, self._ids):
+            raise ValueError(
+                f"the state was saved without its data, of {len(classes)} images, and other images are here"
+                f" ({len(self._classes)}); observe the same data (update=False) before loading"
+            )
+        self.store.load_state_dict(state)
+        self.ways, self._classes, self._ids = tuple(state["ways"]), classes, ids
+        self._row_of = {name: row for row, name in enumerate(ids) if name != _UNNAMED}
+        self._round_rows, self._round_labels = state["round_rows"].tolist(), state["round_labels"].tolist()
+        self._round_start, self._current = state["round_start"], None
+
+    def _draw_current(self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int) -> Draw | None:
+        if not self._round_rows:
+            return None
+        width = support + query
+        uniforms = np.concatenate([rng("draw", seed, step).random((tasks, 2 * width)) for step in steps])
+        counts = np.full(len(uniforms), len(self._round_rows))
+        numbers = split(distinct(uniforms, counts, width), counts, support, query)
+        numbers = numbers.reshape(len(steps), tasks, 1, width)
+        picked, labels = np.asarray(self._round_rows)[numbers], np.asarray(self._round_labels)[numbers]
+        return self._as_draw(picked, labels, support, np.tile(self.ways, (len(steps), tasks, 1)))
+
+    def _as_draw(self, picked: np.ndarray, labels: np.ndarray, support: int, classes: np.ndarray) -> Draw:
+        """Turn (steps, tasks, groups, datapoints), the first `support` of each group for the support set, to a draw."""
+        index, y = torch.from_numpy(picked), self._labels(labels)
+        parts = (slice(None, support), slice(support, None))
+        draw = Draw(*(tensor[..., part].flatten(2) for tensor in (index, y) for part in parts))
+        return draw._replace(classes=torch.from_numpy(classes)).to(self.device)
+
+    def _labels(self, labels: np.ndarray) -> Tensor:
+        assert self.store.data is not None
+        return torch.tensor(labels, dtype=self.store.data.y.dtype, device=self.device)
+
+    def _pools(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The classes in order of arrival, the first rows grouped by class, each class's count and start in them."""
+        found, first, inverse = np.unique(
+            np.asarray(self._classes[:length], dtype=np.int64), return_index=True, return_inverse=True
+        )
+        order = np.argsort(first)
+        arrival = np.empty(len(found), dtype=np.int64)
+        arrival[order] = np.arange(len(found))
+        pool = arrival[inverse]
+        counts = np.bincount(pool, minlength=len(found))
+        return found[order], np.argsort(pool, kind="stable"), counts, np.cumsum(counts) - counts
+
+    def _checked_labels(self, y: Any) -> list[int]:
+        if not self.ways:
+            raise ValueError("observe before begin: call begin(name, classes=[...]) to open a task first")
+        if not isinstance(y, Tensor) or y.ndim != 1 or y.is_floating_point() or y.dtype == torch.bool:
+            raise ValueError("observe: the labels of an n-way task must be one integer a datapoint")
+        labels = y.tolist()
+        wrong = [label for label in labels if not 0 <= label < len(self.ways)]
+        if wrong:
+            raise ValueError(
+                f"observe: label {wrong[0]} is not in 0..{len(self.ways) - 1}; labels are positions in the task's"
+                f" classes {list(self.ways)}"
+            )
+        return labels
+
+    def _checked_ids(self, ids: Sequence[int] | Tensor | None, labels: list[int]) -> list[int]:
+        if ids is None:
+            return [_UNNAMED] * len(labels)
+        names = _integers(ids, "observe: ids")
+        if len(names) != len(labels):
+            raise ValueError(f"observe: {len(names)} ids for {len(labels)} datapoints; pass one each")
+        class_of: dict[int, int] = {}
+        for name, label in zip(names, labels, strict=True):
+            if name < 0:
+                raise ValueError(f"observe: ids must not be negative, got {name}")
+            row = self._row_of.get(name)
+            known = class_of.setdefault(name, self.ways[label]) if row is None else self._classes[row]
+            if known != self.ways[label]:
+                raise ValueError(
+                    f"observe: id {name} is of class {known}, and is now said to be of class {self.ways[label]}"
+                )
+        return names
+
+
+def _integers(values: Any, where: str) -> list[int]:
+    array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array.dtype == np.uint64 and (array >= 2**63).any()):
+        raise ValueError(f"{where} must be a list of integers, got {values!r}")
+    return array.tolist()
+
+
+def _weighted(uniform: np.ndarray, weights: np.ndarray, needed: int) -> np.ndarray:
+    """Arrival times of exponential clocks with these rates: the first few are a draw without replacement by weight."""
+    if (weights > 0).sum() < needed:
+        raise ValueError(f"the weights leave {(weights > 0).sum()} classes to draw from; a task needs {needed}")
+    with np.errstate(divide="ignore"):
+        return np.where(weights > 0, -np.log1p(-uniform) / weights, np.inf)

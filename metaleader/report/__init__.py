@@ -1,0 +1,1 @@
+"""Figures, tables and pages made from the records of a run."""

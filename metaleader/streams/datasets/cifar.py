@@ -1,0 +1,150 @@
+"""CIFAR-100, from the official archive of pickles or from an npz file, and the 5-way stream over it.
+
+The archive is read in memory, member by member, and nothing of it is written; its pickles run no code.
+"""
+
+from __future__ import annotations
+
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from metaleader.streams.datasets.pickles import load_pickle
+from metaleader.streams.datasets.registry import Folder, find
+from metaleader.streams.nway import Labelled, NWayStream
+
+# The official grouping; classes are numbered in the alphabetical order of their names.
+SUPERCLASSES: dict[str, tuple[str, ...]] = {
+    "aquatic mammals": ("beaver", "dolphin", "otter", "seal", "whale"),
+    "fish": ("aquarium_fish", "flatfish", "ray", "shark", "trout"),
+    "flowers": ("orchid", "poppy", "rose", "sunflower", "tulip"),
+    "food containers": ("bottle", "bowl", "can", "cup", "plate"),
+    "fruit and vegetables": ("apple", "mushroom", "orange", "pear", "sweet_pepper"),
+    "household electrical devices": ("clock", "keyboard", "lamp", "telephone", "television"),
+    "household furniture": ("bed", "chair", "couch", "table", "wardrobe"),
+    "insects": ("bee", "beetle", "butterfly", "caterpillar", "cockroach"),
+    "large carnivores": ("bear", "leopard", "lion", "tiger", "wolf"),
+    "large man-made outdoor things": ("bridge", "castle", "house", "road", "skyscraper"),
+    "large natural outdoor scenes": ("cloud", "forest", "mountain", "plain", "sea"),
+    "large omnivores and herbivores": ("camel", "cattle", "chimpanzee", "elephant", "kangaroo"),
+    "medium-sized mammals": ("fox", "porcupine", "possum", "raccoon", "skunk"),
+    "non-insect invertebrates": ("crab", "lobster", "snail", "spider", "worm"),
+    "people": ("baby", "boy", "girl", "man", "woman"),
+    "reptiles": ("crocodile", "dinosaur", "lizard", "snake", "turtle"),
+    "small mammals": ("hamster", "mouse", "rabbit", "shrew", "squirrel"),
+    "trees": ("maple_tree", "oak_tree", "palm_tree", "pine_tree", "willow_tree"),
+    "vehicles 1": ("bicycle", "bus", "motorcycle", "pickup_truck", "train"),
+    "vehicles 2": ("lawn_mower", "rocket", "streetcar", "tank", "tractor"),
+}
+NAMES = sorted(name for group in SUPERCLASSES.values() for name in group)
+_GROUP_OF = {name: i for i, group in enumerate(SUPERCLASSES.values()) for name in group}
+# The official number of each class's superclass.
+COARSE = [_GROUP_OF[name] for name in NAMES]
+
+_MEMBERS = {"train": "cifar-100-python/train", "test": "cifar-100-python/test"}
+_PIXELS = 3 * 32 * 32
+# The official members have 155 and 31 MB.
+_MEMBER_LIMIT = 1 << 28
+
+
+def cifar100(
+    data: Folder = None,
+    ways: int = 5,
+    per_class: int = 400,
+    order: str | Sequence[int] = "random",
+    seed: int = 0,
+) -> NWayStream:
+    """The paper's 5-way CIFAR-100: 96 tasks, tested on the CIFAR-100 test images of their classes."""
+    return NWayStream(read_cifar100(data), ways, per_class, None, order, COARSE, NAMES, seed)
+
+
+def read_cifar100(data: Folder = None) -> Labelled:
+    """Read CIFAR-100 from the data folder: images uint8 (N, 3, 32, 32).
+
+    Raises:
+        FileNotFoundError: when there is no file; says how to get it.
+        ValueError: for a file that is damaged, hostile or not CIFAR-100.
+    """
+    (path,) = find("cifar100", data)
+    parts = _read_npz(path) if path.suffix == ".npz" else _read_archive(path)
+    for labels in (parts.labels, parts.test_labels):
+        classes = np.unique(labels)
+        if len(classes) != len(NAMES) or classes[-1] != len(NAMES) - 1:
+            absent = sorted(set(range(len(NAMES))) - set(classes.tolist()))
+            raise ValueError(f"{path}: CIFAR-100 has the classes 0 to 99; missing here: {absent or 'none, but others'}")
+    return parts
+
+
+def _read_npz(path: Path) -> Labelled:
+    names = ("train_images", "train_labels", "test_images", "test_labels")
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            absent = [name for name in names if name not in file.files]
+            if absent:
+                raise ValueError(f"it has no {', '.join(absent)}")
+            images, labels, test_images, test_labels = (file[name] for name in names)
+    except (ValueError, zipfile.BadZipFile, EOFError, KeyError, zlib.error, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise ValueError(f"{path} cannot be read as CIFAR-100: {error}; use an intact copy") from error
+    for part in (images, test_images):
+        if part.dtype != np.uint8 or part.shape[1:] != (32, 32, 3):
+            raise ValueError(f"{path}: images must be uint8 (N, 32, 32, 3), got {part.dtype} {part.shape}")
+    # Views: channels come first only in the tasks, where it costs little.
+    return _labelled(path, images.transpose(0, 3, 1, 2), labels, test_images.transpose(0, 3, 1, 2), test_labels)
+
+
+def _read_archive(path: Path) -> Labelled:
+    try:
+        with tarfile.open(path, "r:gz") as archive:
+            parts = _read_members(archive, path)
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise ValueError(f"{path} is truncated or not a gzipped archive ({error}); use an intact copy") from error
+    absent = [name for name in _MEMBERS.values() if name not in parts]
+    if absent:
+        raise ValueError(f"{path} has no {', '.join(absent)}; use the official archive")
+    (x, labels), (test_x, test_labels) = (parts[name] for name in _MEMBERS.values())
+    return _labelled(path, x, labels, test_x, test_labels)
+
+
+def _read_members(archive: tarfile.TarFile, path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    parts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for member in archive:
+        where = PurePosixPath(member.name)
+        if where.is_absolute() or ".." in where.parts or not (member.isreg() or member.isdir()):
+            raise ValueError(f"{path} is hostile: {member.name!r} is a link or leads out of the archive")
+        if member.size > _MEMBER_LIMIT or member.name in parts:
+            raise ValueError(f"{path}: {member.name!r} is there twice or too large; use the official archive")
+        file = archive.extractfile(member)
+        if member.name not in _MEMBERS.values() or file is None:
+            continue
+        parts[member.name] = _images_and_labels(
+            load_pickle(file, member.size, f"{path}: {member.name}"), f"{path}: {member.name}"
+        )
+    return parts
+
+
+def _images_and_labels(content: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        images, labels = content[b"data"].array, np.asarray(content[b"fine_labels"])
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(f"{where} has no data and fine_labels ({error!r}); use the official archive") from error
+    if images.ndim != 2 or images.shape[1] != _PIXELS:
+        raise ValueError(f"{where}: data must be uint8 (N, {_PIXELS}), got {images.shape}")
+    return images.reshape(-1, 3, 32, 32), labels
+
+
+def _labelled(path: Path, x: np.ndarray, labels: np.ndarray, test_x: np.ndarray, test_labels: np.ndarray) -> Labelled:
+    for images, given in ((x, labels), (test_x, test_labels)):
+        if given.dtype.kind not in "iu" or given.shape != (len(images),):
+            raise ValueError(
+                f"{path}: {len(images)} images need as many integer labels, got {given.dtype} {given.shape}"
+            )
+    return Labelled(x, labels.astype(np.int64), test_x, test_labels.astype(np.int64))

@@ -1,0 +1,81 @@
+"""MNIST's four original files: gzipped idx, magic numbers and sizes checked."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from metaleader.streams.datasets.registry import Folder, find
+
+# The third byte of the magic number says unsigned bytes, the fourth how many dimensions.
+_UNSIGNED_BYTES = 0x08
+
+
+class Digits(NamedTuple):
+    """Grey digit images with labels.
+
+    Attributes:
+        images: (N, H, W) uint8, the digit bright on black.
+        labels: (N,) uint8, 0 to 9.
+        test_images: held-out images.
+        test_labels: their labels.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+
+
+def read_mnist(data: Folder = None) -> Digits:
+    """Read MNIST from the data folder.
+
+    Raises:
+        FileNotFoundError: when files are missing; says how to get them.
+        ValueError: for a file that is damaged or not the published one.
+    """
+    train_images, train_labels, test_images, test_labels = find("mnist", data)
+    digits = Digits(
+        read_idx(train_images, 3), read_idx(train_labels, 1), read_idx(test_images, 3), read_idx(test_labels, 1)
+    )
+    for images, labels, path in (
+        (digits.images, digits.labels, train_labels),
+        (digits.test_images, digits.test_labels, test_labels),
+    ):
+        if len(images) != len(labels):
+            raise ValueError(f"{path} has {len(labels)} labels for {len(images)} images; use the files of one data set")
+        if labels.max(initial=0) > 9:
+            raise ValueError(f"{path} has label {labels.max()}; digits are 0 to 9")
+    return digits
+
+
+def read_idx(path: Path, dimensions: int) -> np.ndarray:
+    """Read a gzipped idx file of unsigned bytes with so many dimensions.
+
+    Raises:
+        ValueError: for a file that is truncated, too long, not gzip, or of another type or number of dimensions.
+    """
+    try:
+        with gzip.open(path, "rb") as file:
+            header = file.read(4 + 4 * dimensions)
+            magic = bytes([0, 0, _UNSIGNED_BYTES, dimensions])
+            if header[:4] != magic:
+                raise ValueError(f"{path} is not an idx file of {dimensions} dimensions: it begins with {header[:4]!r}")
+            if len(header) < 4 + 4 * dimensions:
+                raise ValueError(f"{path} is truncated in its header; use an intact copy")
+            shape = tuple(int(n) for n in np.frombuffer(header, ">u4", offset=4))
+            size = int(np.prod(shape, dtype=object))
+            # One byte more than there should be tells a file that is too long; the header cannot ask for memory
+            # that the file does not fill.
+            content = file.read(size + 1) if size < 1 << 31 else b""
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            raise
+        raise ValueError(f"{path} is truncated or not gzip ({error}); use an intact copy") from error
+    if len(content) != size or size == 0:
+        raise ValueError(f"{path} does not hold the {shape} values that its header says; use an intact copy")
+    return np.frombuffer(content, np.uint8).reshape(shape)

@@ -1,0 +1,1 @@
+"""The pose stream: rendered objects, cached on disk."""

@@ -1,0 +1,1 @@
+"""Files, downloads and facts about the machine."""
