@@ -36,6 +36,13 @@ def inductor() -> None:
         pytest.skip("Python.h is missing: torch.compile cannot be used on the CPU")
 
 
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device("cuda")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     return _no_skip((yield))

@@ -6,7 +6,7 @@ import pytest
 from metaleader.streams import STREAMS
 from metaleader.streams.datasets.registry import DATA_SETS
 
-PAGE = Path(__file__).parent.parent / "docs" / "streams.md"
+PAGE = Path(__file__).parents[2] / "docs" / "streams.md"
 TEXT = PAGE.read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 

@@ -1,12 +1,8 @@
-"""A chain's gradient by hand, against autograd through every step; its kernels, against its passes in torch."""
+"""A chain's gradient by hand, against autograd through every step."""
 
 import functools
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import oracles
@@ -525,112 +521,6 @@ def test_flat_parameters_come_back() -> None:
     plan = program.plan
     for name, value in plan.unflatten(plan.flatten(params)).items():
         assert torch.equal(value, params[name]), name
-
-
-# The kernels, run by Triton's interpreter where there is no GPU.
-
-KERNELS = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-import test_chain
-from metaleader.engine.conv.triton import TritonPasses, launch
-for model, size in test_chain.SHAPES:
-    test_chain.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[2]))
-# As where there are many cells; the last shape has strides of one, two and three.
-launch._input_tile = lambda cells, layer: (16, layer.stride**2, 2, 1)
-test_chain.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[2]))
-test_chain.find_what_is_no_number(TritonPasses, torch.device(sys.argv[2]))
-print("all agree")
-"""
-
-
-def wide_net() -> nn.Module:
-    """More channels than the kernels take at once, and a stride that is no power of two."""
-    layers: list[nn.Module] = []
-    for inputs, filters, kernel, stride, padding in [(2, 64, 3, 1, 1), (64, 16, 3, 2, 0), (16, 32, 4, 3, 2)]:
-        layers += [
-            nn.Conv2d(inputs, filters, kernel, stride, padding),
-            nn.BatchNorm2d(filters, track_running_stats=False),
-            nn.ReLU(),
-        ]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 3))
-
-
-SHAPES: list[tuple[Callable[[], nn.Module], tuple[int, int]]] = [
-    (functools.partial(ml.models.conv_net, 3, 9, 3, filters=32, layers=3), (9, 9)),
-    (functools.partial(ml.models.pose_net, filters=16, strides=(2, 2, 1)), (13, 11)),
-    (wide_net, (11, 8)),
-]
-
-
-def compare_passes(model: nn.Module, size: tuple[int, int], make: Any, device: torch.device, images: int = 3) -> None:
-    """Every pass of the kernels in float32 against torch's operations in float64."""
-    chain = find_chain(Network(model, ml.losses.squared_error))
-    assert chain is not None
-    plan = Plan(chain.layers, size, 16)
-    slow, fast = TorchPasses(plan), make(plan)
-    assert fast.takes(chain.layers)
-    spread = lambda name, *shape: oracles.normal(name, *shape, dtype=torch.float32).to(device)  # noqa: E731
-    names = {name: value[None].to(device) for name, value in chain.network.params().items()}
-    flat = plan.flatten(names) + 0.1 * spread("flat", 2, plan.total)
-    v, x = 0.1 * spread("v", 2, plan.total), spread("x", 2, images, chain.layers[0].channels, *size)
-
-    def run(passes: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-        theta, direction, patches = flat.to(dtype), v.to(dtype), plan.patches(x.to(dtype))
-        y, saved = passes.forward(theta, patches)
-        slope, slope_dot = (spread(name, *y.shape).to(dtype) for name in ("slope", "slope_dot"))
-        parts = passes.backward(theta, saved, slope)
-        y_dot, moved = passes.forward_tangent(theta, saved, direction)
-        product = passes.backward_tangent(theta, saved, direction, moved, slope_dot)
-        down = passes.descend(theta, parts, direction[:1])
-        down_each = passes.descend(theta, parts, direction)
-        found = {"y": y, "gradient": passes.whole(parts), "y_dot": y_dot, "product": passes.whole(product)}
-        return found | {"descend": down, "descend, step sizes of each task": down_each}
-
-    found, expected = run(fast, torch.float32), run(slow, torch.float64)
-    for name, value in expected.items():
-        error = float((found[name].double() - value).norm() / value.norm())
-        assert error < 5e-6, f"{name} is off by {error:.1e}"
-
-
-def find_what_is_no_number(make: Any, device: torch.device) -> None:
-    """A slope that is not a number, in the bits that a GPU gives it, is no number in the gradients that it reaches."""
-    chain = find_chain(Network(ml.models.conv_net(3, 9, 3, filters=16, layers=3), ml.losses.squared_error))
-    assert chain is not None
-    passes = make(Plan(chain.layers, (9, 9), 16))
-    params = {name: value[None].to(device) for name, value in chain.network.params().items()}
-    flat = passes.plan.flatten(params).expand(2, -1).contiguous()
-    y, saved = passes.forward(flat, passes.plan.patches(torch.ones(2, 3, 3, 9, 9, device=device)))
-    slope = torch.ones_like(y)
-    slope[0, 0, 0] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-    gradient = passes.whole(passes.backward(flat, saved, slope))
-    assert gradient[0].isnan().any()
-    assert not gradient[1].isnan().any()
-
-
-def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="Triton is missing: its interpreter cannot be used")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", KERNELS, str(Path(__file__).parent), "cpu"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "all agree\n", done.stderr
-
-
-@pytest.fixture
-def cuda() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device("cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("images", [3, 40, 180])
-def test_kernels_on_the_gpu(images: int, cuda: torch.device) -> None:
-    from metaleader.engine.conv.triton import TritonPasses
-
-    for model, size in [*SHAPES, (functools.partial(ml.models.conv_net, 10), (28, 28)), (ml.models.pose_net, (64, 64))]:
-        compare_passes(model().to(cuda), size, TritonPasses, cuda, images)
-    find_what_is_no_number(TritonPasses, cuda)
 
 
 def learners(engine: Engine, device: torch.device, seeds: int, kind: Any = ml.FTML, **options: Any) -> list[ml.Learner]:

@@ -22,7 +22,7 @@ from metaleader.report.figures import draw_figures
 from metaleader.report.page import write_report
 from metaleader.runs.folder import read_times
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = sorted(path for path in (DOCS / "results").iterdir() if path.is_dir())
 LABELS = {"ftml": "FTML", "ftml-last": "FTML, last layer", "ftl": "FTL", "toe": "TOE", "scratch": "from scratch"}
 SIZES = (20, 100, 900)

@@ -377,7 +377,7 @@ def test_images_are_the_same_on_every_machine(gl):
 
 def test_images_are_the_same_with_another_opengl(gl):
     # A process can use one only. Softpipe is Mesa's other rasteriser; where both backends are there, through the other.
-    program = "import json, test_pose; print(json.dumps(test_pose.grey_levels()))"
+    program = "import json, test_stream; print(json.dumps(test_stream.grey_levels()))"
     path = f"{os.path.dirname(__file__)}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     changes = {"MUJOCO_GL": BACKENDS[-1], "PYOPENGL_PLATFORM": "", "GALLIUM_DRIVER": "softpipe", "PYTHONPATH": path}
     command = [sys.executable, "-c", program]

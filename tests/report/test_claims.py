@@ -318,7 +318,7 @@ def test_all_data_of_a_task_is_the_last_panel() -> None:
 
 
 def test_the_page_names_every_claim() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "verify.md").read_text().split("## The claims")[1]
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text().split("## The claims")[1]
     sections = re.split(r"^\| (?=rainbow|cifar100|pose|sinusoid)", page, flags=re.MULTILINE)[1:]
     for preset, section in zip(("rainbow-mnist", "cifar100", "pose", "sinusoid"), sections, strict=True):
         named = re.findall(r"`([a-z-]+)`(?=[:,])", section)
