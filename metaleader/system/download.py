@@ -1,7 +1,7 @@
-"""A published file: downloaded with resume, verified, and given its name only when it is whole.
+"""Download of a published file, with resume and verification.
 
-What arrives goes to a `.part` file, which a later call resumes. It is removed where it is of no use: when its checksum
-is wrong, or the disk is full.
+The data goes to a `.part` file, which a later call resumes; the file gets its final name when it is complete and
+verified. The `.part` file is removed if its checksum is wrong or the disk is full.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import IO
 
 from metaleader.system.files import sync_folder
 
-# Called with a file's name, the bytes that are here, and the bytes of the whole.
+# Called with the name of a file, the number of bytes so far, and the total.
 Progress = Callable[[str, int, int], None]
 
 _CHUNK = 1 << 18
@@ -37,10 +37,10 @@ class DataFile:
     """A published file.
 
     Attributes:
-        name: in the data set's folder.
-        size: in bytes.
-        sha256: of the content, in hexadecimal digits.
-        urls: where it is fetched from, tried in this order.
+        name: the file name in the data set's folder.
+        size: the size in bytes.
+        sha256: the checksum in hexadecimal digits.
+        urls: the addresses, tried in this order.
     """
 
     name: str
@@ -49,20 +49,27 @@ class DataFile:
     urls: tuple[str, ...]
 
     def problem(self, path: Path) -> str | None:
-        """What tells a file here from the published one, in words; None when it is the same."""
+        """Describe how a local file differs from the published one; None if they are the same."""
         size = path.stat().st_size
         if size != self.size:
             return f"has {size} bytes, the published file has {self.size}"
-        with path.open("rb") as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
-        return None if found == self.sha256 else f"is not the published file (SHA-256 {found}, expected {self.sha256})"
+        sha256 = file_sha256(path)
+        if sha256 != self.sha256:
+            return f"is not the published file (SHA-256 {sha256}, expected {self.sha256})"
+        return None
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def download(file: DataFile, folder: Path, progress: Progress) -> None:
-    """Download a file into a folder, going on where an earlier call broke off.
+    """Download a file into a folder, resuming an interrupted download.
 
     Raises:
-        OSError: when it cannot be had; the message says why, from every address.
+        OSError: if no address provides the file; the message gives the reason for each.
     """
     target = folder / file.name
     with _locked(target.with_name(f"{file.name}.part"), target) as part:
@@ -72,29 +79,29 @@ def download(file: DataFile, folder: Path, progress: Progress) -> None:
 
 
 def megabytes(size: int) -> str:
-    """A size in words."""
+    """Format a size in bytes as megabytes."""
     return f"{size / 1e6:.1f} MB"
 
 
 @contextlib.contextmanager
 def _locked(part: Path, target: Path) -> Iterator[IO[bytes]]:
-    """The part file, open for this process alone; removed when it is of no use to a later call."""
-    # Unbuffered: on a full disk a buffer would fail once more when the file is closed.
+    """Open and lock the part file; on an error, remove it if a later call cannot resume it."""
+    # Unbuffered: on a full disk, closing a buffered file would fail again.
     with part.open("a+b", buffering=0) as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise OSError(f"another process is fetching {target}; wait for it") from error
-        # Between open and lock, another process may have finished and renamed or removed the file.
+        # Between open and lock, another process may have renamed or removed the file.
         if not part.exists() or not os.path.samestat(os.fstat(opened.fileno()), part.stat()):
-            raise OSError(f"another process has just fetched {target}; look again")
+            raise OSError(f"another process has just fetched {target}; run the command again")
         try:
             yield opened
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 part.unlink(missing_ok=True)
                 raise OSError(
-                    error.errno, f"no space left for {target.name} in {target.parent}; what had arrived was removed"
+                    error.errno, f"no space left for {target.name} in {target.parent}; the partial file was removed"
                 ) from error
             if part.exists() and part.stat().st_size == 0:
                 part.unlink()
@@ -106,17 +113,17 @@ def _fetch(file: DataFile, part: IO[bytes], progress: Progress) -> None:
     for url in file.urls:
         resumed = part.seek(0, os.SEEK_END) > 0
         try:
-            _bring(url, file, part, progress)
+            _complete(url, file, part, progress)
             problem = file.problem(Path(part.name))
             if problem and resumed:
-                # The part may have been of another file: once more, all of it.
+                # The resumed part may belong to another file: start again from the beginning.
                 part.truncate(0)
-                _bring(url, file, part, progress)
+                _complete(url, file, part, progress)
                 problem = file.problem(Path(part.name))
             if not problem:
                 return
             part.truncate(0)
-            failures.append(f"{url}: what arrived {problem}, and was removed")
+            failures.append(f"{url}: the download {problem}, and was removed")
         except _NetworkError as error:
             failures.append(f"{url}: {error}")
     kept = part.seek(0, os.SEEK_END)
@@ -128,18 +135,18 @@ def _fetch(file: DataFile, part: IO[bytes], progress: Progress) -> None:
 
 
 class _NetworkError(Exception):
-    """The other side, or the way to it, failed."""
+    """The server or the connection failed."""
 
 
-def _bring(url: str, file: DataFile, part: IO[bytes], progress: Progress) -> None:
-    """Bring the part file to the size of the whole, going on where a transfer breaks off."""
+def _complete(url: str, file: DataFile, part: IO[bytes], progress: Progress) -> None:
+    """Download the rest of the part file, resuming interrupted transfers."""
     failure = ""
     for attempt in range(_ATTEMPTS + 1):
-        here = part.seek(0, os.SEEK_END)
-        if here > file.size:
-            here = part.truncate(0)
-        progress(file.name, here, file.size)
-        if here == file.size:
+        size = part.seek(0, os.SEEK_END)
+        if size > file.size:
+            size = part.truncate(0)
+        progress(file.name, size, file.size)
+        if size == file.size:
             os.fsync(part.fileno())
             return
         if attempt == _ATTEMPTS:
@@ -147,16 +154,16 @@ def _bring(url: str, file: DataFile, part: IO[bytes], progress: Progress) -> Non
         if attempt:
             time.sleep(_PAUSE)
         try:
-            for start, chunk in _chunks(url, here):
-                if start != here:
+            for start, chunk in _chunks(url, size):
+                if start != size:
                     part.truncate(start)
                 _write(part, chunk)
-                here = start + len(chunk)
-                progress(file.name, min(here, file.size), file.size)
-                if here > file.size:
+                size = start + len(chunk)
+                progress(file.name, min(size, file.size), file.size)
+                if size > file.size:
                     part.truncate(0)
-                    raise _NetworkError(f"sends more than the {file.size} bytes of the published file")
-            failure = f"the transfer broke off at {here} of {file.size} bytes"
+                    raise _NetworkError(f"the server sends more than the {file.size} bytes of the published file")
+            failure = f"the transfer was interrupted at {size} of {file.size} bytes"
         except urllib.error.HTTPError as error:
             error.close()
             if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
@@ -173,11 +180,11 @@ def _write(part: IO[bytes], chunk: bytes) -> None:
 
 
 class _BrokenTransferError(Exception):
-    """A failure that another attempt may get over."""
+    """A failure after which another attempt may succeed."""
 
 
 def _chunks(url: str, offset: int) -> Iterator[tuple[int, bytes]]:
-    """The pieces of a file from an offset on, each with its own offset: 0 where the server cannot resume."""
+    """Yield chunks of a file with their offsets, starting at `offset`, or at 0 if the server cannot resume."""
     request = urllib.request.Request(url, headers={"User-Agent": "metaleader", "Range": f"bytes={offset}-"})
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
@@ -188,4 +195,4 @@ def _chunks(url: str, offset: int) -> Iterator[tuple[int, bytes]]:
     except urllib.error.HTTPError:
         raise
     except (OSError, http.client.HTTPException) as error:
-        raise _BrokenTransferError(f"no connection or a broken one ({error})") from error
+        raise _BrokenTransferError(f"the connection failed ({error})") from error

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and state trees kept as safetensors: loading one never runs code."""
+"""Atomic file writes, and state trees as safetensors files, which run no code when they are loaded."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch import Tensor
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file so that a reader, or a kill at any moment, finds the old content or the new, never a part.
+    """Write a file atomically: after a kill at any moment the file has the old content or the new.
 
     Raises:
-        OSError: when the folder cannot be written or the disk is full; the old file is then untouched.
+        OSError: if the folder cannot be written or the disk is full; the old file is unchanged.
     """
-    # A link stays one, and what it points to is written.
+    # A symbolic link is kept, and its target is written.
     path = Path(os.path.realpath(path))
     check_target(path)
     temporary = None
@@ -42,29 +42,31 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
                 os.unlink(temporary)
         if not isinstance(error, OSError):
             raise
-        hint = "what was there is untouched; make room, or choose another place"
+        hint = "an existing file is unchanged; free some space, or choose another path"
         raise OSError(error.errno, f"cannot write {path} ({error.strerror}); {hint}") from error
     sync_folder(path.parent)
 
 
 def write_drawn(path: str | os.PathLike[str], draw: Callable[[IO[bytes]], object]) -> None:
-    """Write what a function draws into an open file, such as a figure, in the same way."""
-    drawn = io.BytesIO()
-    draw(drawn)
-    write_atomic(path, drawn.getvalue())
+    """Write atomically the bytes that `draw` writes to a binary file object, such as a figure."""
+    buffer = io.BytesIO()
+    draw(buffer)
+    write_atomic(path, buffer.getvalue())
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Refuse to write a file in a folder that is not there, or in place of something that is no file."""
+    """Raise an OSError if the folder of a path does not exist, or the path is not a regular file."""
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}; make it first")
     if path.exists() and not path.is_file():
-        raise OSError(f"cannot write {path}: it is {'a folder' if path.is_dir() else 'no file'}; name a file")
+        raise OSError(
+            f"cannot write {path}: it is {'a folder' if path.is_dir() else 'not a regular file'}; name a file"
+        )
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename in a folder durable."""
+    """Flush a folder to disk, which makes a rename in it durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -75,18 +77,17 @@ def sync_folder(folder: Path) -> None:
 def save_tree(path: str | os.PathLike[str], tree: dict[str, Any], kind: str, version: int) -> None:
     """Save nested dicts, lists and tuples of tensors and plain values as one safetensors file.
 
-    Tensors become the file's tensors, by their path in the tree; the rest is JSON in its metadata, with a format name
-    and version.
+    Each tensor is stored under its path in the tree. The metadata holds the other values as JSON, and the name and
+    version of the format.
     """
     tensors: dict[str, Tensor] = {}
-    plain = _take_tensors(tree, "", tensors)
-    text = json.dumps(plain)
+    text = json.dumps(_take_tensors(tree, "", tensors))
     metadata = {"format": kind, "version": str(version), "tree": text, "sha256": _digest(text, tensors)}
     write_atomic(path, save(tensors, metadata=metadata))
 
 
 def is_savable(tree: Any) -> bool:
-    """Whether `save_tree` takes it."""
+    """Return whether `save_tree` can save a tree."""
     try:
         _take_tensors(tree, "", {})
     except ValueError:
@@ -95,11 +96,11 @@ def is_savable(tree: Any) -> bool:
 
 
 def load_tree(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
-    """Load what `save_tree` wrote.
+    """Load a tree that `save_tree` has written.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        ValueError: for a truncated, altered or foreign file, or one of a newer version.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is truncated, altered, of another format or of a newer version.
     """
     path = Path(path)
     if not path.is_file():
@@ -113,16 +114,16 @@ def load_tree(path: str | os.PathLike[str], kind: str, version: int) -> dict[str
     if metadata.get("format") != kind:
         raise ValueError(f"{path} is not a {kind} file: its format is {metadata.get('format')!r}")
     try:
-        found = int(metadata["version"])
+        file_version = int(metadata["version"])
         plain = json.loads(metadata["tree"])
     except (KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
-    if found > version:
+    if file_version > version:
         raise ValueError(
-            f"{path} has version {found} of the {kind} format, this release reads up to {version}; upgrade"
+            f"{path} has version {file_version} of the {kind} format, this release reads up to {version}; upgrade"
         )
     if "sha256" in metadata and metadata["sha256"] != _digest(metadata["tree"], tensors):
-        raise ValueError(f"{path} is damaged: its content is not what was written; use an intact copy")
+        raise ValueError(f"{path} is damaged: its checksum does not match; use an intact copy")
     tree = _put_tensors(plain, tensors, path)
     if not isinstance(tree, dict):
         raise ValueError(f"{path} has a damaged header (no dict at its root); use an intact copy")
@@ -130,7 +131,7 @@ def load_tree(path: str | os.PathLike[str], kind: str, version: int) -> dict[str
 
 
 def _digest(text: str, tensors: dict[str, Tensor]) -> str:
-    """The SHA-256 of a tree's plain part and its tensors."""
+    """Return the SHA-256 of a tree's JSON text and its tensors."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -140,13 +141,14 @@ def _digest(text: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _take_tensors(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Move the tensors of a tree into `tensors`, and return the rest as values that JSON can represent."""
     if isinstance(tree, Tensor):
-        # A copy: safetensors refuses tensors that share memory or are not contiguous.
+        # Copied, because safetensors refuses tensors that share memory or are not contiguous.
         tensors[path] = tree.detach().cpu().contiguous().clone()
         return {"tensor": path}
     if isinstance(tree, dict):
         if not all(isinstance(key, str) for key in tree):
-            raise ValueError(f"keys must be text at {path!r}, got {list(tree)}")
+            raise ValueError(f"keys must be strings at {path!r}, got {list(tree)}")
         return {
             "dict": {key: _take_tensors(value, f"{path}/{key}".lstrip("/"), tensors) for key, value in tree.items()}
         }
@@ -156,11 +158,12 @@ def _take_tensors(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if tree is None or isinstance(tree, bool | int | float | str):
         return {"value": tree}
     raise ValueError(
-        f"cannot save {type(tree).__name__} at {path!r}: only tensors, numbers, text, dicts, lists and tuples"
+        f"cannot save {type(tree).__name__} at {path!r}: only tensors, numbers, strings, dicts, lists and tuples"
     )
 
 
 def _put_tensors(plain: Any, tensors: dict[str, Tensor], path: Path) -> Any:
+    """Invert `_take_tensors`."""
     try:
         ((kind, content),) = plain.items()
         if kind == "tensor":

@@ -199,7 +199,7 @@ def test_a_loss_that_is_no_tensor(value: Any) -> None:
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="device 'cuda' is not there: torch finds 0 CUDA devices; use cpu"):
+    with pytest.raises(ValueError, match="device 'cuda' does not exist: torch finds 0 CUDA devices; use cpu"):
         ml.TOE(ml.models.mlp(2, 1), ml.losses.squared_error, device="cuda")
 
 

@@ -1,17 +1,16 @@
-"""Data sets on this machine: where they are looked for, whether they are what they should be, and how to fetch them.
+"""The data sets: their location on this machine, their verification and their download.
 
-A data set is a folder of the data folder; a file counts as verified when its SHA-256 is the published file's.
+A data set is a subfolder of the data folder. A file is verified if it has the SHA-256 of the published file.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from metaleader.system.download import DataFile, Progress, download, megabytes
+from metaleader.system.download import DataFile, Progress, download, file_sha256, megabytes
 from metaleader.system.machine import cache_folder
 
 Folder = str | os.PathLike[str] | None
@@ -22,19 +21,19 @@ class DataSet:
     """A data set.
 
     Attributes:
-        files: the published files; empty where there is nothing to fetch.
-        instead: the name of one file that serves in their place.
-        offline: the stream to use while the data is missing.
-        sha256: of the file `instead`, where it is known; another one is read too, but is not called verified.
-        loose: a pattern of files that serve as well, one by one.
-        source: where to get what cannot be fetched, in words.
+        files: the published files; empty if there is no download.
+        alternative: the name of a single file that can replace `files`.
+        offline: the stream to use if the data is missing.
+        sha256: the checksum of the file `alternative`, if known; a file with another checksum is read but not verified.
+        pattern: a glob pattern of files that can also replace `files`.
+        source: instructions for getting a data set that has no download.
     """
 
     files: tuple[DataFile, ...]
-    instead: str | None
+    alternative: str | None
     offline: str
     sha256: str | None = None
-    loose: str | None = None
+    pattern: str | None = None
     source: str = ""
 
 
@@ -61,7 +60,7 @@ DATA_SETS: dict[str, DataSet] = {
                 "t10k-labels-idx1-ubyte.gz", 4542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"
             ),
         ),
-        instead=None,
+        alternative=None,
         offline="rainbow-digits",
     ),
     "cifar100": DataSet(
@@ -76,15 +75,15 @@ DATA_SETS: dict[str, DataSet] = {
                 ),
             ),
         ),
-        instead="cifar100.npz",
+        alternative="cifar100.npz",
         offline="rainbow-digits",
     ),
     "pascal3d": DataSet(
         files=(),
-        instead="pascal3d_cad.npz",
+        alternative="pascal3d_cad.npz",
         offline="pose with its built-in objects (no --data, or objects='builtin')",
         sha256="5426b2230b58467d59506e775436a5b28ea4b9c0ce76543bd19ed222f920bee6",
-        loose="**/*.off",
+        pattern="**/*.off",
         source="put the folder CAD of the PASCAL3D+ release (https://cvgl.stanford.edu/projects/pascal3d.html) there",
     ),
 }
@@ -92,12 +91,12 @@ DATA_SETS: dict[str, DataSet] = {
 
 @dataclass(frozen=True)
 class Status:
-    """What is known of a data set here.
+    """The state of a data set on this machine.
 
     Attributes:
-        folder: where it is looked for.
-        state: "verified", "present" (there is no checksum to compare with), "missing", or "damaged".
-        detail: which files, in words.
+        folder: the folder of the data set.
+        state: "verified", "present" (without a matching checksum), "missing" or "damaged".
+        detail: a description of the files.
     """
 
     folder: Path
@@ -106,17 +105,17 @@ class Status:
 
 
 def data_folder(data: Folder = None) -> Path:
-    """The folder with the data sets: the one given, or METALEADER_DATA, or the one in the project's cache."""
+    """Return the folder with the data sets: `data`, METALEADER_DATA, or a folder in the cache, in this order."""
     chosen = data or os.environ.get("METALEADER_DATA")
     return Path(chosen).expanduser() if chosen else cache_folder() / "data"
 
 
 def find(name: str, data: Folder = None) -> list[Path]:
-    """The files of a data set, the published ones verified.
+    """Return the files of a data set, after verifying the published ones.
 
     Raises:
-        FileNotFoundError: when files are missing; says how to get them, and what works without.
-        ValueError: when a file is not the published one.
+        FileNotFoundError: if files are missing; the message says how to get them, and which stream needs none.
+        ValueError: if a file is not the published one.
     """
     data_set, folder = _data_set(name), data_folder(data) / name
     present = [(folder / file.name).is_file() for file in data_set.files]
@@ -126,11 +125,9 @@ def find(name: str, data: Folder = None) -> list[Path]:
             if problem:
                 raise ValueError(f"{folder / file.name} {problem}; remove it and run `metaleader data fetch {name}`")
         return [folder / file.name for file in data_set.files]
-    if data_set.instead is not None and (folder / data_set.instead).is_file():
-        return [folder / data_set.instead]
-    loose = _loose(data_set, folder)
-    if loose:
-        return loose
+    alternatives = _alternatives(data_set, folder)
+    if alternatives:
+        return alternatives
     raise FileNotFoundError(
         f"{name} is not in {folder} (missing: {_missing(data_set, present)});"
         f" {how_to_get(name)}, name the data folder with --data or METALEADER_DATA,"
@@ -139,45 +136,54 @@ def find(name: str, data: Folder = None) -> list[Path]:
 
 
 def how_to_get(name: str) -> str:
-    """What to do to have a data set, in words that begin with a verb."""
+    """Return instructions for getting a data set, as a clause that begins with a verb."""
     data_set = _data_set(name)
     return f"run `metaleader data fetch {name}`" if data_set.files else data_set.source
 
 
 def status(name: str, data: Folder = None) -> Status:
-    """Where a data set is looked for, and whether it is there and verified."""
+    """Return the folder and the state of a data set."""
     data_set, folder = _data_set(name), data_folder(data) / name
     present = [(folder / file.name).is_file() for file in data_set.files]
-    for file, is_here in zip(data_set.files, present, strict=True):
-        problem = file.problem(folder / file.name) if is_here else None
+    for file, exists in zip(data_set.files, present, strict=True):
+        problem = file.problem(folder / file.name) if exists else None
         if problem:
             return Status(folder, "damaged", f"{file.name} {problem}")
     if present and all(present):
         total = sum(file.size for file in data_set.files)
         names = data_set.files[0].name if len(present) == 1 else f"{len(present)} files"
         return Status(folder, "verified", f"{names}, {megabytes(total)}")
-    if data_set.instead is not None and (folder / data_set.instead).is_file():
-        return _status_instead(data_set, folder / data_set.instead)
-    loose = _loose(data_set, folder)
-    if loose:
-        return Status(folder, "present", f"{len(loose)} {loose[0].suffix} files, no published checksum")
-    return Status(folder, "missing", _missing(data_set, present))
+    alternatives = _alternatives(data_set, folder)
+    if not alternatives:
+        return Status(folder, "missing", _missing(data_set, present))
+    path = alternatives[0]
+    if path.name != data_set.alternative:
+        return Status(folder, "present", f"{len(alternatives)} {path.suffix} files, no published checksum")
+    detail = f"{path.name}, {megabytes(path.stat().st_size)}"
+    if data_set.sha256 is None:
+        return Status(folder, "present", f"{detail}, no published checksum")
+    sha256 = file_sha256(path)
+    if sha256 == data_set.sha256:
+        return Status(folder, "verified", detail)
+    return Status(folder, "present", f"{detail}, not the known file (SHA-256 {sha256})")
 
 
 def fetch(name: str, data: Folder = None, progress: Progress | None = None) -> Path:
-    """Download a data set; files that are here and verified stay, a broken-off download is resumed.
+    """Download a data set, resuming an interrupted download; verified files are kept.
+
+    A file gets its final name only when it is complete and verified.
 
     Args:
-        name: of the data set.
+        name: the name of the data set.
         data: the data folder.
-        progress: called after each piece that arrived.
+        progress: called after each chunk.
 
     Returns:
-        The data set's folder.
+        The folder of the data set.
 
     Raises:
-        ValueError: for a data set that is unknown or cannot be fetched.
-        OSError: when a file cannot be had; the message says why. No file has its name before it is whole and verified.
+        ValueError: if the data set is unknown or has no download.
+        OSError: if a file cannot be downloaded; the message gives the reason.
     """
     data_set, folder = _data_set(name), data_folder(data) / name
     if not data_set.files:
@@ -195,22 +201,14 @@ def _data_set(name: str) -> DataSet:
     return DATA_SETS[name]
 
 
-def _status_instead(data_set: DataSet, path: Path) -> Status:
-    detail = f"{path.name}, {megabytes(path.stat().st_size)}"
-    if data_set.sha256 is None:
-        return Status(path.parent, "present", f"{detail}, no published checksum")
-    with path.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found == data_set.sha256:
-        return Status(path.parent, "verified", detail)
-    return Status(path.parent, "present", f"{detail}, not the known file (SHA-256 {found})")
-
-
-def _loose(data_set: DataSet, folder: Path) -> list[Path]:
-    return sorted(folder.glob(data_set.loose)) if data_set.loose else []
+def _alternatives(data_set: DataSet, folder: Path) -> list[Path]:
+    """Return the files that replace the published ones: the file `alternative` or the matches of `pattern`."""
+    if data_set.alternative is not None and (folder / data_set.alternative).is_file():
+        return [folder / data_set.alternative]
+    return sorted(folder.glob(data_set.pattern)) if data_set.pattern else []
 
 
 def _missing(data_set: DataSet, present: list[bool]) -> str:
-    names = [file.name for file, is_here in zip(data_set.files, present, strict=True) if not is_here]
-    alternatives = [", ".join(names), data_set.instead, data_set.loose and f"{Path(data_set.loose).suffix} files"]
-    return " or ".join(filter(None, alternatives))
+    names = [file.name for file, exists in zip(data_set.files, present, strict=True) if not exists]
+    options = [", ".join(names), data_set.alternative, data_set.pattern and f"{Path(data_set.pattern).suffix} files"]
+    return " or ".join(filter(None, options))
