@@ -1,16 +1,17 @@
-"""A stream of your own data: a folder of npz files, one a task, or arrays in memory.
+"""A stream over your data: a folder of npz files, one per task, or arrays in memory.
 
-A task has `x` and `y`, and `test_x` and `test_y` where its held-out data is given; otherwise a fraction of its rows is
-held out. Shapes and dtypes are the same for all tasks.
+A task has the arrays `x` and `y`, and optionally the held-out arrays `test_x` and `test_y`. Without held-out arrays, a
+fraction of the rows is held out. Row shapes and dtypes are the same for all tasks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,22 +21,22 @@ from torch.utils._pytree import tree_leaves
 
 from metaleader.tasks import Batch, Task, Tree, check_alike, check_batch, num_rows, rng, rows
 
-_PARTS = ("x", "y", "test_x", "test_y")
+_FIELDS = ("x", "y", "test_x", "test_y")
 
 
 class ArrayStream:
     """A stream over arrays.
 
-    The arrays of a folder are read when their task is asked for, pickles never; only their shapes and dtypes are read
-    at once.
+    The constructor reads only the shapes and dtypes of the files in a folder; `stream[t]` reads the arrays of one task.
+    Pickled arrays are refused.
 
     Args:
-        source: a folder of npz files, in the order of their names, numbers in them by value; or tasks in memory: names
-            and, for each, `x` and `y`, optionally `test_x` and `test_y`, as arrays or tensors.
-        held_out: the fraction of a task's rows that become its test data where none is given, at least one row, chosen
-            by seed and task; the others stay in their order.
+        source: a folder of npz files, sorted by name with embedded numbers compared by value; or a mapping from task
+            names to `x`, `y` and optionally `test_x` and `test_y`, as arrays or tensors.
+        held_out: the fraction of rows to hold out, at least one row, for tasks without held-out arrays. The seed and
+            the task determine the rows; the order of rows is kept.
         order: "given" or "random".
-        seed: `stream[t]` depends on the seed and t alone.
+        seed: `stream[t]` depends only on the seed and t.
 
     >>> stream = ArrayStream({"a": {"x": np.zeros((10, 3)), "y": np.zeros(10)}})
     >>> stream[0].name, stream[0].train.x.shape, stream[0].test.x.shape
@@ -57,15 +58,17 @@ class ArrayStream:
             raise ValueError(f"seed must not be negative, got {seed}")
         self.held_out, self.seed = held_out, seed
         self._tasks: list[tuple[str, Path | dict[str, Tree]]] = (
-            [(name, _in_memory(name, parts)) for name, parts in source.items()]
+            [(name, _checked(name, arrays)) for name, arrays in source.items()]
             if isinstance(source, Mapping)
             else [(path.stem, path) for path in _files(Path(source))]
         )
         if not self._tasks:
             raise ValueError("there are no tasks: pass at least one")
-        first: dict[str, Any] = {}
-        for name, parts in self._tasks:
-            _check_shapes(name, _headers(parts) if isinstance(parts, Path) else parts, first)
+        reference = None
+        for name, arrays in self._tasks:
+            headers = _headers(arrays) if isinstance(arrays, Path) else arrays
+            reference = reference or Batch(headers["x"], headers["y"])
+            _check_shapes(name, headers, reference)
         num = len(self._tasks)
         self._order = rng("array order", seed).permutation(num) if order == "random" else np.arange(num)
 
@@ -76,12 +79,12 @@ class ArrayStream:
         if not 0 <= t < len(self):
             raise IndexError(f"round {t} of a stream of {len(self)} tasks")
         index = int(self._order[t])
-        name, parts = self._tasks[index]
-        if isinstance(parts, Path):
-            parts = _load(parts)
-        data = Batch(parts["x"], parts["y"])
-        if "test_x" in parts:
-            return Task(name, data, Batch(parts["test_x"], parts["test_y"]))
+        name, arrays = self._tasks[index]
+        if isinstance(arrays, Path):
+            arrays = _load(arrays)
+        data = Batch(arrays["x"], arrays["y"])
+        if "test_x" in arrays:
+            return Task(name, data, Batch(arrays["test_x"], arrays["test_y"]))
         num = num_rows(data)
         shuffled = torch.from_numpy(rng("held out", self.seed, index).permutation(num))
         size = min(max(1, round(self.held_out * num)), num - 1)
@@ -91,32 +94,32 @@ class ArrayStream:
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"no such folder: {folder}")
-    found = sorted(folder.glob("*.npz"), key=lambda path: _natural(path.stem))
-    if not found:
-        raise FileNotFoundError(f"{folder} has no npz files; save one for each task with np.savez(file, x=..., y=...)")
-    return found
+    paths = sorted(folder.glob("*.npz"), key=lambda path: _natural_key(path.stem))
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no npz files; save one per task with np.savez(file, x=..., y=...)")
+    return paths
 
 
-def _natural(name: str) -> list[Any]:
-    """A key by which task_2 comes before task_10."""
-    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
+def _natural_key(name: str) -> list[Any]:
+    """Return a sort key that puts task_2 before task_10."""
+    return [int(piece) if i % 2 else piece for i, piece in enumerate(re.split(r"(\d+)", name))]
 
 
-def _in_memory(name: str, parts: Mapping[str, Tree]) -> dict[str, Tree]:
+def _checked(name: str, arrays: Mapping[str, Tree]) -> dict[str, Tree]:
+    _check_fields(name, arrays)
     checked: dict[str, Tree] = {}
-    _check_parts(name, parts)
     for x, y in (("x", "y"), ("test_x", "test_y")):
-        if x in parts:
-            checked[x], checked[y] = check_batch(Batch(parts[x], parts[y]), f"task {name!r}")
+        if x in arrays:
+            checked[x], checked[y] = check_batch(Batch(arrays[x], arrays[y]), f"task {name!r}")
     return checked
 
 
 def _headers(path: Path) -> dict[str, Tree]:
-    """Empty tensors of the row counts, shapes and dtypes in a file: they take no memory."""
-    with _Reading(path), path.open("rb") as opened, zipfile.ZipFile(opened) as archive:
+    """Return meta tensors, which hold no data, with the shapes and dtypes of the arrays in a file."""
+    with _named_errors(path), path.open("rb") as opened, zipfile.ZipFile(opened) as archive:
         names = [name.removesuffix(".npy") for name in archive.namelist()]
-        _check_parts(str(path), names)
-        return {name: _header(archive, name) for name in _PARTS if name in names}
+        _check_fields(str(path), names)
+        return {name: _header(archive, name) for name in _FIELDS if name in names}
 
 
 def _header(archive: zipfile.ZipFile, name: str) -> torch.Tensor:
@@ -124,50 +127,43 @@ def _header(archive: zipfile.ZipFile, name: str) -> torch.Tensor:
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
         if read is None:
-            raise ValueError(f"{name} has version {version} of the npy format")
+            raise ValueError(f"{name} has the unsupported npy format version {version}")
         shape, _, dtype = read(file)
     if dtype.kind not in "biuf":
-        raise ValueError(f"{name} is not numeric but {dtype}; only numbers are read")
+        raise ValueError(f"{name} has dtype {dtype}, which is not numeric; save numbers")
     if not shape:
         raise ValueError(f"{name} is a single value; the first dimension must be the datapoints")
     return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype, device="meta")
 
 
 def _load(path: Path) -> dict[str, Tree]:
-    with _Reading(path), path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in _PARTS if name in file.files}
+    with _named_errors(path), path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in _FIELDS if name in file.files}
     return {name: torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) for name, array in arrays.items()}
 
 
-class _Reading:
-    """Turns what a damaged file raises into an error that names it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        damaged = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, TypeError, KeyError, NotImplementedError)
-        if isinstance(error, damaged):
-            raise ValueError(f"{self.path} cannot be read as a task: {error}") from error
+@contextlib.contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Convert the errors of a damaged file into a ValueError that names the file."""
+    try:
+        yield
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, TypeError, KeyError, NotImplementedError) as error:
+        raise ValueError(f"{path} cannot be read as a task: {error}") from error
 
 
-def _check_parts(name: str, parts: Any) -> None:
-    if "x" not in parts or "y" not in parts:
-        raise ValueError(f"{name} has {sorted(parts)}; a task has x and y, and optionally test_x and test_y")
-    if ("test_x" in parts) != ("test_y" in parts):
-        raise ValueError(f"{name} has only one of test_x and test_y; give both or none")
+def _check_fields(name: str, fields: Collection[str]) -> None:
+    if not {"x", "y"} <= set(fields):
+        raise ValueError(f"{name} has {sorted(fields)}; a task has x and y, and optionally test_x and test_y")
+    if ("test_x" in fields) != ("test_y" in fields):
+        raise ValueError(f"{name} has only one of test_x and test_y; give both or neither")
 
 
-def _check_shapes(name: str, parts: dict[str, Tree], first: dict[str, Any]) -> None:
-    """Compare a task with the first one, which is noted in `first`."""
-    reference = first.setdefault("batch", Batch(parts["x"], parts["y"]))
-    for prefix in ("", "test_"):
-        if f"{prefix}x" in parts:
-            batch = Batch(parts[f"{prefix}x"], parts[f"{prefix}y"])
-            check_alike(batch, reference, f"task {name!r}, {prefix}x and {prefix}y")
+def _check_shapes(name: str, arrays: dict[str, Tree], reference: Batch) -> None:
+    for x, y in (("x", "y"), ("test_x", "test_y")):
+        if x in arrays:
+            batch = Batch(arrays[x], arrays[y])
+            check_alike(batch, reference, f"task {name!r}, {x} and {y}")
             if len({leaf.shape[0] for leaf in tree_leaves(batch)}) > 1:
-                raise ValueError(f"task {name!r}: {prefix}x and {prefix}y have unequal numbers of rows")
-    if "test_x" not in parts and num_rows(parts["x"]) < 2:
-        raise ValueError(f"task {name!r} has {num_rows(parts['x'])} rows; holding some out needs two or more")
+                raise ValueError(f"task {name!r}: {x} and {y} have unequal numbers of rows")
+    if "test_x" not in arrays and num_rows(arrays["x"]) < 2:
+        raise ValueError(f"task {name!r} has {num_rows(arrays['x'])} rows; holding out rows needs at least two")

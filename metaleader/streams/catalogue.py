@@ -1,4 +1,4 @@
-"""The streams that have a name, for the command line and experiments."""
+"""Streams by name, for the command line and experiments."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from metaleader.tasks import TaskStream
 
 
 def pose(data: Folder = None, **options: Any) -> PoseStream:
-    """The pose stream: over PASCAL3D+ in `data` where a folder is named, otherwise over the objects that need no data.
+    """Return the pose stream: over PASCAL3D+ in the folder `data`, or over the built-in objects if `data` is None.
 
-    What METALEADER_DATA says does not choose the objects, so that the same call gives the same images everywhere; the
-    option `objects` of `PoseStream` chooses them outright.
+    METALEADER_DATA does not influence this choice, so the same call gives the same images on every machine. The option
+    `objects` of `PoseStream` overrides it.
     """
     return PoseStream(**{"objects": "builtin" if data is None else "pascal3d", "data": data, **options})
 
 
-# Called with the data folder and the options of the stream, `seed` among them.
+# Each function is called with the data folder and the options of the stream, including `seed`.
 STREAMS: dict[str, Callable[..., TaskStream]] = {
     "rainbow-digits": lambda data, **options: rainbow_digits(**options),
     "rainbow-mnist": rainbow_mnist,
@@ -34,18 +34,18 @@ STREAMS: dict[str, Callable[..., TaskStream]] = {
 
 
 def make_stream(name: str, seed: int = 0, data: Folder = None, **options: Any) -> TaskStream:
-    """A stream by its name.
+    """Return the stream of a name.
 
     Args:
         name: one of `STREAMS`.
-        seed: of the stream.
-        data: the folder with the data sets; METALEADER_DATA or the user's cache if None. For pose, naming one asks for
-            the objects of PASCAL3D+.
-        options: of the stream, such as `order`.
+        seed: the seed of the stream.
+        data: the folder with the data sets; METALEADER_DATA or the user's cache if None. For pose, a folder selects the
+            objects of PASCAL3D+.
+        options: options of the stream, such as `order`.
 
     Raises:
-        ValueError: for an unknown name; suggests the nearest.
-        FileNotFoundError: when the stream's data is missing; says how to get it, and what works without.
+        ValueError: if the name is unknown; the message suggests the nearest name.
+        FileNotFoundError: if data is missing; the message says how to get it, and which stream needs none.
 
     >>> make_stream("rainbow-digits", order="colour")[0].name
     'red, full size, 270°'

@@ -1,7 +1,7 @@
-"""N-way classification with classes that arrive one at a time (section 5.2).
+"""N-way classification with classes that arrive one at a time (section 6.2).
 
-The first n classes make the first task; after that, each task is the newest class and n-1 earlier ones, labels
-shuffled. Images of earlier classes come again: `Task.ids` names them, so that a learner keeps each once.
+The first task has the first n classes. Each later task has one new class and n-1 earlier ones, with shuffled labels.
+Datapoints of earlier classes recur: `Task.ids` identifies them, so that a learner stores each only once.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from metaleader.tasks import Batch, Task, rng
 
 
 class Labelled(NamedTuple):
-    """Labelled inputs, images or any others.
+    """Labelled inputs, such as images.
 
     Attributes:
-        x: an array with one row a datapoint.
-        labels: (N,) the global class of each, integers.
+        x: an array with one row per datapoint.
+        labels: the global class of each row, (N,), integers.
         test_x: held-out inputs.
-        test_labels: their classes.
+        test_labels: the classes of the held-out inputs.
     """
 
     x: np.ndarray
@@ -32,21 +32,21 @@ class Labelled(NamedTuple):
 
 
 class NWayStream:
-    """A stream of n-way tasks over labelled images, as many as there are classes after the first n-1.
+    """A stream of n-way tasks over labelled inputs; C classes give C - n + 1 tasks.
 
-    A task's datapoints come one class after the other in turn, so that every reveal of a multiple of n has equally many
-    of each class. A class shows the same `per_class` datapoints whenever it is in a task, each time in another order.
+    The datapoints of a task cycle through its classes, so any reveal of a multiple of n datapoints is balanced. A class
+    contributes the same `per_class` datapoints to each of its tasks, each time in a different order.
 
     Args:
-        data: the labelled inputs; kept as it is, not copied.
-        ways: n.
-        per_class: training datapoints of each class of a task.
-        test_per_class: held-out datapoints of each class of a task; all that the poorest class has if None.
-        order: "random"; "given", ascending; "superclass", one group of `superclasses` after the other, groups and
-            classes within them at random; or the classes themselves in a list, which may leave some out.
-        superclasses: the group of each class, by class.
-        names: of the classes, by class; a task is named after its newest class.
-        seed: `stream[t]` depends on the seed and t alone.
+        data: the labelled inputs; they are not copied.
+        ways: n, the number of classes per task.
+        per_class: the number of training datapoints per class.
+        test_per_class: the number of held-out datapoints per class; the size of the smallest class if None.
+        order: "random"; "given", ascending; "superclass", one group of `superclasses` after another, with groups and
+            their classes in random order; or a list of classes, which may omit some.
+        superclasses: the group of each class, indexed by class.
+        names: the name of each class, indexed by class; a task is named after its newest class.
+        seed: `stream[t]` depends only on the seed and t.
     """
 
     def __init__(
@@ -64,19 +64,16 @@ class NWayStream:
         if seed < 0:
             raise ValueError(f"seed must not be negative, got {seed}")
         self.data, self.ways, self.per_class, self.seed = data, ways, per_class, seed
-        self.order = _ordered(sorted(train), order, superclasses, seed)
+        self.order = _class_order(sorted(train), order, superclasses, seed)
         self.names = {c: names[c] if names is not None else f"class {c}" for c in self.order}
         if not 2 <= ways <= len(self.order):
             raise ValueError(f"ways must lie in 2..{len(self.order)}, the number of classes; got {ways}")
         if test_per_class is None:
             test_per_class = min(len(test.get(c, ())) for c in self.order)
-        for what, part, wanted in (("training", train, per_class), ("test", test, test_per_class)):
-            poorest = min(sorted(self.order), key=lambda c, part=part: len(part.get(c, ())))
-            if not 1 <= wanted <= len(part.get(poorest, ())):
-                raise ValueError(
-                    f"cannot take {wanted} {what} datapoints of each class: class {poorest} has"
-                    f" {len(part.get(poorest, ()))}"
-                )
+        for split, by_class, wanted in (("training", train, per_class), ("test", test, test_per_class)):
+            available, smallest = min((len(by_class.get(c, ())), c) for c in self.order)
+            if not 1 <= wanted <= available:
+                raise ValueError(f"cannot take {wanted} {split} datapoints per class: class {smallest} has {available}")
         self._train = {c: rng("n-way pool", seed, c).permutation(train[c])[:per_class] for c in self.order}
         self._test = {c: test[c][:test_per_class] for c in self.order}
 
@@ -90,7 +87,7 @@ class NWayStream:
         newest = self.ways - 1 + t
         earlier = draw.permutation(newest)[: self.ways - 1]
         classes = tuple(self.order[i] for i in draw.permutation([newest, *earlier]))
-        # (per_class, ways): reading it row by row takes the classes in turn.
+        # Flattening (per_class, ways) cycles through the classes.
         ids = np.stack([draw.permutation(self._train[c]) for c in classes], 1).reshape(-1)
         test = np.stack([self._test[c] for c in classes], 1).reshape(-1)
         return Task(
@@ -106,18 +103,19 @@ def _batch(x: np.ndarray, ways: int) -> Batch:
     return Batch(torch.from_numpy(np.ascontiguousarray(x)), torch.arange(ways).repeat(len(x) // ways))
 
 
-def _by_class(x: np.ndarray, labels: np.ndarray, part: str) -> dict[int, np.ndarray]:
+def _by_class(x: np.ndarray, labels: np.ndarray, split: str) -> dict[int, np.ndarray]:
+    """Return the row indices of each class."""
     labels = np.asarray(labels)
     if labels.shape != (len(x),) or labels.dtype.kind not in "iu":
-        raise ValueError(f"{part}: {len(x)} datapoints need as many integer labels, got {labels.dtype} {labels.shape}")
+        raise ValueError(f"{split}: {len(x)} datapoints need as many integer labels, got {labels.dtype} {labels.shape}")
     if len(labels) and labels.min() < 0:
-        raise ValueError(f"{part}: classes must not be negative, got {labels.min()}")
+        raise ValueError(f"{split}: classes must not be negative, got {labels.min()}")
     grouped = np.argsort(labels, kind="stable")
     classes, starts = np.unique(labels[grouped], return_index=True)
     return dict(zip(classes.tolist(), np.split(grouped, starts[1:]), strict=True))
 
 
-def _ordered(
+def _class_order(
     classes: list[int], order: str | Sequence[int], superclasses: Sequence[int] | None, seed: int
 ) -> list[int]:
     if order == "given":
@@ -133,5 +131,5 @@ def _ordered(
     if isinstance(order, str):
         raise ValueError(f"order must be random, given, superclass or a list of classes; got {order!r}")
     if len(set(order)) < len(order) or not set(order) <= set(classes):
-        raise ValueError(f"order must list different classes of the data, got {list(order)}")
+        raise ValueError(f"order must list distinct classes of the data, got {list(order)}")
     return [int(c) for c in order]

@@ -1,4 +1,4 @@
-"""Linear regression, y = w_t'x + noise: the stream whose losses are quadratics with known answers (appendix A)."""
+"""Linear regression, y = w_t'x + noise: a stream whose losses are quadratics with closed forms (appendix A)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from metaleader.tasks import Batch, Task, rng
 class QuadraticStream:
     """A stream of linear-regression tasks; the last feature is the constant 1.
 
-    Every task has weights of its own, uniform in a ball, and features of its own scale: the tasks differ in the
-    curvature of their losses, not only in their minimisers.
+    Each task draws its weights uniformly from a ball, and a scale for its features. The losses of the tasks therefore
+    differ in curvature as well as in their minimisers.
 
     Attributes:
         tasks: the number of tasks.
-        train: datapoints revealed of each task.
-        test: held-out datapoints of each task.
-        features: the number of features, the constant included.
-        spread: the radius of the ball of weights, around the vector of ones.
-        scale: the range that the scale of a task's features is drawn from, uniformly.
-        noise: the standard deviation of noise on the training targets.
-        seed: `stream[t]` depends on seed and t alone.
+        train: the number of training datapoints per task.
+        test: the number of held-out datapoints per task.
+        features: the number of features, including the constant.
+        spread: the radius of the ball of weights, which is centred at the vector of ones.
+        scale: the range of the uniformly distributed feature scales.
+        noise: the standard deviation of the noise on the training targets.
+        seed: `stream[t]` depends only on the seed and t.
 
     >>> stream = QuadraticStream(tasks=3, train=20, test=100, features=4)
     >>> len(stream), stream[0].train.x.shape, stream[0].test.y.shape
@@ -65,7 +65,7 @@ class QuadraticStream:
         scale = draw.uniform(*self.scale)
 
         def sample(num: int, noise: float) -> Batch:
-            # Uniform with unit variance, so that the losses are bounded on a bounded domain.
+            # Uniform features with unit variance: the losses are bounded on a bounded domain.
             x = scale * draw.uniform(-np.sqrt(3), np.sqrt(3), (num, self.features))
             x[:, -1] = 1
             y = x @ weights[:, None] + noise * draw.standard_normal((num, 1))

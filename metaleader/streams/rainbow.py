@@ -1,7 +1,8 @@
-"""Rainbow digits: every task is digit recognition under another background colour, size and rotation (section 5.1).
+"""Rainbow digits: digit recognition with a different background colour, size and rotation per task (section 6.1).
 
-7 colours x 2 sizes x 4 rotations are 56 tasks. An image is the white digit blended linearly over a solid colour; half
-size is the digit reduced by the mean of 2x2 pixels, in the middle; all in integers, the same on every machine.
+7 colours x 2 sizes x 4 rotations give 56 tasks. An image is the white digit blended linearly over a solid colour. A
+half-size digit is the centred mean over blocks of 2x2 pixels. Pixels are computed in integers, so they are the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Order = Literal["random", "colour", "scale", "rotation"]
 
 
 class Look(NamedTuple):
-    """The transformation of a task: a colour's name, whether the digit has half size, and quarter turns to the left."""
+    """The transformation of a task: the colour's name, whether the digit has half size, and left quarter turns."""
 
     colour: str
     half: bool
@@ -39,22 +40,22 @@ class Look(NamedTuple):
         return f"{self.colour}, {'half' if self.half else 'full'} size, {90 * self.turns}°"
 
 
-LOOKS = [Look(*parts) for parts in itertools.product(COLOURS, (False, True), range(4))]
+LOOKS = [Look(*options) for options in itertools.product(COLOURS, (False, True), range(4))]
 
 
 class RainbowStream:
-    """A stream of up to 56 tasks over grey digit images; images are uint8 (N, 3, H, W), labels int64.
+    """A stream of up to 56 tasks over grey digit images; images are uint8 (N, 3, H, H), labels int64.
 
-    The training sets of the tasks are disjoint as long as there are images enough; then every image is used once more,
-    and so on. Test images are held-out originals under the task's transformation.
+    The training sets of consecutive tasks are disjoint until the images run out; then all images are reshuffled and
+    used again. Test images are transformed held-out digits.
 
     Args:
         digits: square images of even size.
-        tasks: the number of tasks, the first of the order.
-        train: datapoints revealed of each task.
-        test: held-out datapoints of each task; no more than there are held-out originals.
-        order: "random", or all tasks of one colour, scale or rotation after those of another, the rest at random.
-        seed: `stream[t]` depends on the seed and t alone.
+        tasks: the number of tasks; a smaller number selects the first tasks of the order.
+        train: the number of training datapoints per task.
+        test: the number of held-out datapoints per task.
+        order: "random", or grouped by "colour", "scale" or "rotation" and random within a group.
+        seed: `stream[t]` depends only on the seed and t.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class RainbowStream:
                 raise ValueError(f"digits must be uint8 (N, H, H), got {images.dtype} {images.shape}")
             if images.shape[1] % 2 or images.shape[1:] != digits.images.shape[1:]:
                 raise ValueError(
-                    f"digits must have one even size, got {images.shape[1:]} and {digits.images.shape[1:]}"
+                    f"digits must all have the same even size, got {images.shape[1:]} and {digits.images.shape[1:]}"
                 )
             if labels.shape != images.shape[:1]:
                 raise ValueError(f"digits: {len(labels)} labels for {len(images)} images")
@@ -122,25 +123,25 @@ def rainbow_mnist(
     order: Order = "random",
     seed: int = 0,
 ) -> RainbowStream:
-    """The paper's Rainbow MNIST, from the four original files: 28x28, test images from MNIST's test set."""
+    """Return the paper's Rainbow MNIST: 28x28 images, with test images from MNIST's test set."""
     return RainbowStream(read_mnist(data), tasks, train, test, order, seed)
 
 
 def rainbow_digits(
     tasks: int = len(LOOKS), train: int = 60, test: int = 300, order: Order = "random", seed: int = 0
 ) -> RainbowStream:
-    """Rainbow over scikit-learn's bundled handwritten digits at 16x16: needs no download.
+    """Return a rainbow stream over scikit-learn's bundled handwritten digits at 16x16, which needs no download.
 
-    Of the 1,797 images 300 are held out, the same for every seed; an image of the others serves two or three tasks.
+    300 of the 1,797 images are held out, the same for every seed. Each of the others occurs in two or three tasks.
     """
     return RainbowStream(bundled_digits(), tasks, train, test, order, seed)
 
 
 def bundled_digits() -> Digits:
-    """scikit-learn's 8x8 digits, enlarged to 16x16, 1,497 for training and 300 held out."""
-    from sklearn.datasets import load_digits  # half a second
+    """Return scikit-learn's 8x8 digits, enlarged to 16x16: 1,497 for training and 300 held out."""
+    from sklearn.datasets import load_digits  # a slow import: half a second
 
-    flat, labels = (np.asarray(part) for part in load_digits(return_X_y=True))
+    flat, labels = (np.asarray(array) for array in load_digits(return_X_y=True))
     sixteenths, labels = flat.reshape(-1, 8, 8).astype(np.int64), labels.astype(np.uint8)
     doubled = _doubled(_doubled(sixteenths, 1), 2)  # values up to 16 x 4 x 4
     images = ((doubled * 255 + 128) // 256).astype(np.uint8)
@@ -149,7 +150,7 @@ def bundled_digits() -> Digits:
 
 
 def paint(images: np.ndarray, look: Look) -> np.ndarray:
-    """Grey images (N, H, H) under a task's transformation, (N, 3, H, H)."""
+    """Apply a task's transformation to grey images (N, H, H); the result is (N, 3, H, H)."""
     grey = images.astype(np.uint16)
     if look.half:
         quarter = images.shape[1] // 4
@@ -166,7 +167,7 @@ def _batch(images: np.ndarray, labels: np.ndarray, look: Look) -> Batch:
 
 
 def _doubled(images: np.ndarray, axis: int) -> np.ndarray:
-    """Four times the values at twice the resolution along an axis: linear interpolation, edges repeated."""
+    """Double the resolution along an axis by linear interpolation with repeated edges; values are multiplied by 4."""
     last = images.shape[axis] - 1
     here = np.arange(last + 1)
     before = images.take(np.maximum(here - 1, 0), axis) + 3 * images

@@ -110,8 +110,8 @@ class Hostile:
         ({"test_x": np.zeros((4, 1), np.float32)}, "task 'task_2', test_x and test_y: x has rows"),
         ({"y": np.zeros(9, np.int64)}, "unequal numbers of rows"),
         ({"y": np.int64(3)}, "single value"),
-        ({"y": np.array([Hostile()] * 10)}, "is not numeric but object"),
-        ({"y": np.array(["a"] * 10)}, "is not numeric"),
+        ({"y": np.array([Hostile()] * 10)}, "dtype object, which is not numeric"),
+        ({"y": np.array(["a"] * 10)}, "which is not numeric"),
     ],
 )
 def test_wrong_tasks_are_found_at_once(folder, change, message, capsys):

@@ -114,11 +114,11 @@ def test_orders():
     [
         ({"order": "superclasses"}, "order must be random, given, superclass or a list"),
         ({"order": "superclass"}, "needs the superclass"),
-        ({"order": [1, 1]}, "different classes"),
-        ({"order": [1, 99]}, "different classes"),
+        ({"order": [1, 1]}, "distinct classes"),
+        ({"order": [1, 99]}, "distinct classes"),
         ({"ways": 9}, r"ways must lie in 2..8"),
         ({"ways": 1}, r"ways must lie in 2..8"),
-        ({"per_class": 7}, "cannot take 7 training datapoints of each class: class 0 has 6"),
+        ({"per_class": 7}, "cannot take 7 training datapoints per class: class 0 has 6"),
         ({"test_per_class": 4}, "cannot take 4 test datapoints"),
         ({"seed": -1}, "seed"),
     ],
@@ -352,7 +352,7 @@ def link(kind, name="cifar-100-python/train"):
         (lambda m: [*m, link(tarfile.FIFOTYPE, "pipe")], "hostile"),
         (lambda m: [*m, ("../outside", b"x")], "leads out of the archive"),
         (lambda m: [*m, ("/outside", b"x")], "leads out of the archive"),
-        (lambda m: [*m, m[2]], "there twice"),
+        (lambda m: [*m, m[2]], "is duplicated"),
         (lambda m: m[:3], "has no cifar-100-python/test"),
         (lambda m: [], "has no cifar-100-python/train"),
     ],
@@ -382,8 +382,8 @@ def test_wrong_contents(cifar, publish):
     for changed, message in (
         ((images[:, :-1], labels), "data must be uint8"),
         ((images, labels[:-1]), "200 images need as many integer labels"),
-        ((images, np.minimum(labels, 98)), r"missing here: \[99\]"),
-        ((images, labels + 1), r"missing here: \[0\]"),
+        ((images, np.minimum(labels, 98)), r"the file lacks \[99\]"),
+        ((images, labels + 1), r"the file lacks \[0\]"),
     ):
         with pytest.raises(ValueError, match=message):
             cifar100(publish(archive(official((*changed, *test)))))
@@ -397,7 +397,7 @@ def test_wrong_npz(cifar, tmp_path):
         ({"test_labels": None}, "has no test_labels"),
         ({"train_images": images.transpose(0, 3, 1, 2)}, "images must be uint8"),
         ({"train_images": images.astype(float)}, "images must be uint8"),
-        ({"train_labels": np.zeros(200, np.uint8)}, "missing here"),
+        ({"train_labels": np.zeros(200, np.uint8)}, "the file lacks"),
         ({"train_labels": np.zeros(200)}, "integer labels"),
         ({"train_labels": np.array([None] * 200)}, "cannot be read as CIFAR-100"),
     ):

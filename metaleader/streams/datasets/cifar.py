@@ -1,6 +1,6 @@
-"""CIFAR-100, from the official archive of pickles or from an npz file, and the 5-way stream over it.
+"""CIFAR-100, read from the official archive of pickles or from an npz file, and the 5-way stream over it.
 
-The archive is read in memory, member by member, and nothing of it is written; its pickles run no code.
+The archive is read in memory without extracting files, and its pickles cannot run code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from metaleader.streams.datasets.pickles import load_pickle
 from metaleader.streams.datasets.registry import Folder, find
 from metaleader.streams.nway import Labelled, NWayStream
 
-# The official grouping; classes are numbered in the alphabetical order of their names.
+# The official grouping. Classes are numbered in the alphabetical order of their names.
 SUPERCLASSES: dict[str, tuple[str, ...]] = {
     "aquatic mammals": ("beaver", "dolphin", "otter", "seal", "whale"),
     "fish": ("aquarium_fish", "flatfish", "ray", "shark", "trout"),
@@ -43,12 +43,12 @@ SUPERCLASSES: dict[str, tuple[str, ...]] = {
 }
 NAMES = sorted(name for group in SUPERCLASSES.values() for name in group)
 _GROUP_OF = {name: i for i, group in enumerate(SUPERCLASSES.values()) for name in group}
-# The official number of each class's superclass.
+# The official superclass number of each class.
 COARSE = [_GROUP_OF[name] for name in NAMES]
 
-_MEMBERS = {"train": "cifar-100-python/train", "test": "cifar-100-python/test"}
+_MEMBERS = ("cifar-100-python/train", "cifar-100-python/test")
 _PIXELS = 3 * 32 * 32
-# The official members have 155 and 31 MB.
+# In bytes. The official members have 155 and 31 MB.
 _MEMBER_LIMIT = 1 << 28
 
 
@@ -59,7 +59,7 @@ def cifar100(
     order: str | Sequence[int] = "random",
     seed: int = 0,
 ) -> NWayStream:
-    """The paper's 5-way CIFAR-100: 96 tasks, tested on the CIFAR-100 test images of their classes."""
+    """Return the paper's 5-way CIFAR-100: 96 tasks, measured on the CIFAR-100 test images of their classes."""
     return NWayStream(read_cifar100(data), ways, per_class, None, order, COARSE, NAMES, seed)
 
 
@@ -67,17 +67,19 @@ def read_cifar100(data: Folder = None) -> Labelled:
     """Read CIFAR-100 from the data folder: images uint8 (N, 3, 32, 32).
 
     Raises:
-        FileNotFoundError: when there is no file; says how to get it.
-        ValueError: for a file that is damaged, hostile or not CIFAR-100.
+        FileNotFoundError: if there is no file; the message says how to get it.
+        ValueError: if the file is damaged, hostile or not CIFAR-100.
     """
     (path,) = find("cifar100", data)
-    parts = _read_npz(path) if path.suffix == ".npz" else _read_archive(path)
-    for labels in (parts.labels, parts.test_labels):
+    labelled = _read_npz(path) if path.suffix == ".npz" else _read_archive(path)
+    for labels in (labelled.labels, labelled.test_labels):
         classes = np.unique(labels)
         if len(classes) != len(NAMES) or classes[-1] != len(NAMES) - 1:
             absent = sorted(set(range(len(NAMES))) - set(classes.tolist()))
-            raise ValueError(f"{path}: CIFAR-100 has the classes 0 to 99; missing here: {absent or 'none, but others'}")
-    return parts
+            raise ValueError(
+                f"{path}: CIFAR-100 has the classes 0 to 99; the file {f'lacks {absent}' if absent else 'has others'}"
+            )
+    return labelled
 
 
 def _read_npz(path: Path) -> Labelled:
@@ -92,43 +94,42 @@ def _read_npz(path: Path) -> Labelled:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         raise ValueError(f"{path} cannot be read as CIFAR-100: {error}; use an intact copy") from error
-    for part in (images, test_images):
-        if part.dtype != np.uint8 or part.shape[1:] != (32, 32, 3):
-            raise ValueError(f"{path}: images must be uint8 (N, 32, 32, 3), got {part.dtype} {part.shape}")
-    # Views: channels come first only in the tasks, where it costs little.
+    for array in (images, test_images):
+        if array.dtype != np.uint8 or array.shape[1:] != (32, 32, 3):
+            raise ValueError(f"{path}: images must be uint8 (N, 32, 32, 3), got {array.dtype} {array.shape}")
+    # Transposed views; only the images of a task are copied.
     return _labelled(path, images.transpose(0, 3, 1, 2), labels, test_images.transpose(0, 3, 1, 2), test_labels)
 
 
 def _read_archive(path: Path) -> Labelled:
     try:
         with tarfile.open(path, "r:gz") as archive:
-            parts = _read_members(archive, path)
+            members = _read_members(archive, path)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         raise ValueError(f"{path} is truncated or not a gzipped archive ({error}); use an intact copy") from error
-    absent = [name for name in _MEMBERS.values() if name not in parts]
+    absent = [name for name in _MEMBERS if name not in members]
     if absent:
         raise ValueError(f"{path} has no {', '.join(absent)}; use the official archive")
-    (x, labels), (test_x, test_labels) = (parts[name] for name in _MEMBERS.values())
+    (x, labels), (test_x, test_labels) = (members[name] for name in _MEMBERS)
     return _labelled(path, x, labels, test_x, test_labels)
 
 
 def _read_members(archive: tarfile.TarFile, path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    parts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    """Return the images and labels of the members `_MEMBERS`."""
+    members: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for member in archive:
-        where = PurePosixPath(member.name)
-        if where.is_absolute() or ".." in where.parts or not (member.isreg() or member.isdir()):
+        member_path = PurePosixPath(member.name)
+        if member_path.is_absolute() or ".." in member_path.parts or not (member.isreg() or member.isdir()):
             raise ValueError(f"{path} is hostile: {member.name!r} is a link or leads out of the archive")
-        if member.size > _MEMBER_LIMIT or member.name in parts:
-            raise ValueError(f"{path}: {member.name!r} is there twice or too large; use the official archive")
+        if member.size > _MEMBER_LIMIT or member.name in members:
+            raise ValueError(f"{path}: {member.name!r} is duplicated or too large; use the official archive")
         file = archive.extractfile(member)
-        if member.name not in _MEMBERS.values() or file is None:
-            continue
-        parts[member.name] = _images_and_labels(
-            load_pickle(file, member.size, f"{path}: {member.name}"), f"{path}: {member.name}"
-        )
-    return parts
+        if member.name in _MEMBERS and file is not None:
+            where = f"{path}: {member.name}"
+            members[member.name] = _images_and_labels(load_pickle(file, member.size, where), where)
+    return members
 
 
 def _images_and_labels(content: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -142,9 +143,9 @@ def _images_and_labels(content: Any, where: str) -> tuple[np.ndarray, np.ndarray
 
 
 def _labelled(path: Path, x: np.ndarray, labels: np.ndarray, test_x: np.ndarray, test_labels: np.ndarray) -> Labelled:
-    for images, given in ((x, labels), (test_x, test_labels)):
-        if given.dtype.kind not in "iu" or given.shape != (len(images),):
+    for images, classes in ((x, labels), (test_x, test_labels)):
+        if classes.dtype.kind not in "iu" or classes.shape != (len(images),):
             raise ValueError(
-                f"{path}: {len(images)} images need as many integer labels, got {given.dtype} {given.shape}"
+                f"{path}: {len(images)} images need as many integer labels, got {classes.dtype} {classes.shape}"
             )
     return Labelled(x, labels.astype(np.int64), test_x, test_labels.astype(np.int64))

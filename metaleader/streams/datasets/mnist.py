@@ -1,4 +1,4 @@
-"""MNIST's four original files: gzipped idx, magic numbers and sizes checked."""
+"""A reader of MNIST's four original gzipped idx files, with checks of their magic numbers and sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from metaleader.streams.datasets.registry import Folder, find
 
-# The third byte of the magic number says unsigned bytes, the fourth how many dimensions.
+# The third byte of the magic number is the data type, the fourth the number of dimensions.
 _UNSIGNED_BYTES = 0x08
 
 
@@ -19,10 +19,10 @@ class Digits(NamedTuple):
     """Grey digit images with labels.
 
     Attributes:
-        images: (N, H, W) uint8, the digit bright on black.
+        images: (N, H, W) uint8, bright digits on black.
         labels: (N,) uint8, 0 to 9.
         test_images: held-out images.
-        test_labels: their labels.
+        test_labels: the labels of the held-out images.
     """
 
     images: np.ndarray
@@ -35,8 +35,8 @@ def read_mnist(data: Folder = None) -> Digits:
     """Read MNIST from the data folder.
 
     Raises:
-        FileNotFoundError: when files are missing; says how to get them.
-        ValueError: for a file that is damaged or not the published one.
+        FileNotFoundError: if files are missing; the message says how to get them.
+        ValueError: if a file is damaged or not the published one.
     """
     train_images, train_labels, test_images, test_labels = find("mnist", data)
     digits = Digits(
@@ -54,10 +54,10 @@ def read_mnist(data: Folder = None) -> Digits:
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """Read a gzipped idx file of unsigned bytes with so many dimensions.
+    """Read a gzipped idx file of unsigned bytes with the given number of dimensions.
 
     Raises:
-        ValueError: for a file that is truncated, too long, not gzip, or of another type or number of dimensions.
+        ValueError: if the file is truncated, too long, not gzip, or of another type or number of dimensions.
     """
     try:
         with gzip.open(path, "rb") as file:
@@ -69,13 +69,13 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
                 raise ValueError(f"{path} is truncated in its header; use an intact copy")
             shape = tuple(int(n) for n in np.frombuffer(header, ">u4", offset=4))
             size = int(np.prod(shape, dtype=object))
-            # One byte more than there should be tells a file that is too long; the header cannot ask for memory
-            # that the file does not fill.
+            # Reading one extra byte detects a file that is too long. The limit bounds the memory that a damaged header
+            # can request.
             content = file.read(size + 1) if size < 1 << 31 else b""
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise
         raise ValueError(f"{path} is truncated or not gzip ({error}); use an intact copy") from error
     if len(content) != size or size == 0:
-        raise ValueError(f"{path} does not hold the {shape} values that its header says; use an intact copy")
+        raise ValueError(f"{path} does not hold the {shape} values that its header announces; use an intact copy")
     return np.frombuffer(content, np.uint8).reshape(shape)

@@ -1,7 +1,7 @@
-"""Pickles of byte arrays, read without running code: CIFAR-100's official files are such pickles.
+"""A restricted reader for pickles of byte arrays, such as CIFAR-100's official files.
 
-Every name in a pickle is a function that it may call. Here the three names that rebuild a numpy array give stand-ins of
-ours, and every other name is refused.
+A pickle may call any function that it names. This reader resolves the three names that rebuild a NumPy array to local
+substitutes, and refuses all other names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import IO, Any, ClassVar
 
 import numpy as np
 
-# What makes objects in other ways than the files do, or reserves memory before it reads.
+# Opcodes that create objects by other means than the official files do, or allocate memory before reading.
 _REFUSED = (
     pickle.BYTEARRAY8,
     pickle.NEXT_BUFFER,
@@ -30,15 +30,15 @@ _REFUSED = (
 
 
 def load_pickle(file: IO[bytes], size: int, where: str) -> Any:
-    """Load a pickle of plain values and byte arrays; a name of anything else is refused before anything is called.
+    """Load a pickle of plain values and byte arrays; other names are refused before anything is called.
 
     Args:
-        file: open at the beginning.
-        size: of the file, in bytes.
-        where: what messages name.
+        file: the pickle, open at the beginning.
+        size: the size of the file in bytes.
+        where: the name of the file in error messages.
 
     Raises:
-        ValueError: for a pickle that names anything else, or that is damaged.
+        ValueError: if the pickle names anything else, or is damaged.
     """
     try:
         return _ArrayUnpickler(_Bounded(file, size), encoding="bytes").load()
@@ -61,27 +61,28 @@ def load_pickle(file: IO[bytes], size: int, where: str) -> Any:
 
 
 class _RefusedError(Exception):
-    """A pickle asked for what no data file needs."""
+    """A pickle uses an operation that no official file uses."""
 
 
 class _Bounded:
-    """A file of which no more is asked for than there is: a length in a damaged pickle reserves no memory."""
+    """A file that refuses reads longer than itself, so that a damaged length allocates no memory."""
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self.file, self.size = file, size
         self.readline = file.readline
 
     def read(self, size: int) -> bytes:
-        """Read so many bytes."""
+        """Read `size` bytes."""
         if size > self.size:
-            raise EOFError(f"{size} bytes are asked for, the file has {self.size}")
+            raise EOFError(f"the pickle requests {size} bytes, the file has {self.size}")
         return self.file.read(size)
 
 
 class _ArrayUnpickler(pickle._Unpickler):
-    """An unpickler that knows three names of numpy's, and stand-ins for them.
+    """An unpickler that resolves three names of NumPy to substitutes.
 
-    It is the one written in Python: the other one's memory grows with the numbers in a file, not with the file.
+    It derives from the pure-Python unpickler: the C unpickler may allocate memory for a memo index in the file, however
+    small the file is.
     """
 
     dispatch: ClassVar = {
@@ -91,15 +92,15 @@ class _ArrayUnpickler(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Give a stand-in of ours, never numpy's own object."""
-        stand_in = {"_reconstruct": _ByteArray, "ndarray": "ndarray", "dtype": _DataType}.get(name)
-        if stand_in is None or module not in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray"):
+        """Return a substitute, never NumPy's object."""
+        substitute = {"_reconstruct": _ByteArray, "ndarray": "ndarray", "dtype": _DataType}.get(name)
+        if substitute is None or module not in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray"):
             raise _RefusedError(f"it names {module}.{name}")
-        return stand_in
+        return substitute
 
 
 class _DataType:
-    """Stands in for numpy's dtype in a pickle."""
+    """The substitute for NumPy's dtype."""
 
     __slots__ = ("code",)
 
@@ -107,11 +108,11 @@ class _DataType:
         self.code = code
 
     def __setstate__(self, state: Any) -> None:
-        """Nothing in the state matters to bytes."""
+        """Ignore the state, which does not affect bytes."""
 
 
 class _ByteArray:
-    """Stands in for an array in a pickle: made empty, then filled."""
+    """The substitute for a NumPy array, created empty and then filled."""
 
     __slots__ = ("array",)
 
@@ -122,5 +123,5 @@ class _ByteArray:
         """Fill the array from (version, shape, dtype, column order, bytes)."""
         _, shape, dtype, column_order, content = state
         if not isinstance(dtype, _DataType) or dtype.code not in ("u1", b"u1") or column_order:
-            raise _RefusedError("an array in it is not of bytes, row by row")
+            raise _RefusedError("it has an array that is not of unsigned bytes in C order")
         self.array = np.frombuffer(content, np.uint8).reshape(shape)
