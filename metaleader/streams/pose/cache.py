@@ -1,8 +1,9 @@
-"""The cache of the pose stream: one file a view, whole or absent, drawn by one process at a time.
+"""The cache of the pose stream: one file per view, written atomically by one process at a time.
 
-A file is a line of JSON and, compressed, the picture of the empty table, for each image the box in which it differs
-from that (top, bottom, left, right), and the pixels of all boxes. These are few of all pixels, so it is read fast.
-While a view is drawn its `.part` file is locked; a kill frees the lock, and the next process starts that view afresh.
+A file has a line of JSON, followed by compressed data: the image of the empty table, the box (top, bottom, left, right)
+in which each image differs from it, and the pixels of all boxes. The boxes are small, so files are small and fast to
+read. While a process draws a view, it locks the view's `.part` file. A kill releases the lock, and the next process
+draws the view from the beginning.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ FORMAT = "metaleader pose view 1"
 
 
 def read_view(path: Path, key: str, num: int, size: int) -> np.ndarray:
-    """The images (num, 3, size, size), uint8, of a view.
+    """Read the images of a view, (num, 3, size, size), uint8.
 
     Raises:
-        FileNotFoundError: when it has not been drawn yet.
-        ValueError: for a truncated, damaged or foreign file.
+        FileNotFoundError: if the view has not been drawn yet.
+        ValueError: if the file is truncated, damaged or of another stream.
     """
     line, _, content = path.read_bytes().partition(b"\n")
     try:
         header = json.loads(line)
-        found = [header[name] for name in ("format", "key", "view", "images", "size")]
-        if found != [FORMAT, key, path.stem, num, size]:
-            raise ValueError(f"it holds {found}")
+        identity = [header[name] for name in ("format", "key", "view", "images", "size")]
+        if identity != [FORMAT, key, path.stem, num, size]:
+            raise ValueError(f"it holds {identity}")
         if hashlib.sha256(content).hexdigest() != header["sha256"]:
             raise ValueError("its checksum does not match")
         return _unpack(content, num, size)
@@ -44,14 +45,14 @@ def read_view(path: Path, key: str, num: int, size: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def claim_view(path: Path, wait: bool) -> Iterator[IO[bytes] | None]:
-    """Become the only one, among processes and threads, to draw a view; gives the file for `write_view`.
+    """Lock a view for drawing, against other processes and threads; yields the file for `write_view`.
 
     Args:
-        path: the view's file.
-        wait: when another draws the view, wait for it, or else give None.
+        path: the file of the view.
+        wait: whether to wait if the view is locked; if False, yields None instead.
 
     Raises:
-        OSError: when the cache cannot be written.
+        OSError: if the cache cannot be written.
     """
     part = path.with_suffix(".part")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ def claim_view(path: Path, wait: bool) -> Iterator[IO[bytes] | None]:
             return
         if _is_at(file, part):
             break
-        file.close()  # its owner finished and renamed or removed it while we waited
+        file.close()  # the previous owner renamed or removed the file in the meantime
     try:
         yield file
     finally:
@@ -75,10 +76,10 @@ def claim_view(path: Path, wait: bool) -> Iterator[IO[bytes] | None]:
 
 
 def write_view(file: IO[bytes], path: Path, key: str, images: np.ndarray, empty: np.ndarray) -> None:
-    """Store a claimed view: the images (num, 3, size, size) and that of the empty table (3, size, size), uint8.
+    """Store a locked view: its images (num, 3, size, size) and the empty table (3, size, size), uint8.
 
     Raises:
-        OSError: when the disk is full; no file is left then.
+        OSError: if the disk is full; no file is left.
     """
     content = _pack(images, empty)
     header = {"format": FORMAT, "key": key, "view": path.stem, "images": len(images), "size": images.shape[-1]}
@@ -106,9 +107,9 @@ def _pack(images: np.ndarray, empty: np.ndarray) -> bytes:
 
 
 def _unpack(content: bytes, num: int, size: int) -> np.ndarray:
-    # A limit, so that a foreign file cannot fill the memory.
-    most = (num + 1) * 3 * size * size + num * 8
-    raw = np.frombuffer(zlib.decompressobj().decompress(content, most + 1), np.uint8)
+    # The limit keeps a foreign file from filling the memory.
+    limit = (num + 1) * 3 * size * size + num * 8
+    raw = np.frombuffer(zlib.decompressobj().decompress(content, limit + 1), np.uint8)
     empty, boxes, pixels = np.split(raw, [3 * size * size, 3 * size * size + num * 8])
     images = np.empty((num, 3, size, size), np.uint8)
     images[:] = empty.reshape(3, size, size)
@@ -123,7 +124,7 @@ def _unpack(content: bytes, num: int, size: int) -> np.ndarray:
 
 
 def _ends(changed: np.ndarray) -> np.ndarray:
-    """The first place and the one after the last where rows (num, size) are true: (num, 2), equal where none is."""
+    """Return the first true index of each row (num, size) and one past the last, (num, 2); equal if none is true."""
     first, last = changed.argmax(1), changed.shape[1] - changed[:, ::-1].argmax(1)
     return np.column_stack([first, np.where(changed.any(1), last, first)])
 

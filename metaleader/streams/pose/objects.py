@@ -1,7 +1,7 @@
 """The objects of the pose stream: 50 meshes of nine classes, from PASCAL3D+ or built in.
 
-Objects that look the same from several sides have no azimuth, so of PASCAL3D+ bottles, trains, dining tables, three
-buses, a boat and a monitor are left out.
+An object with a rotational symmetry has no unique azimuth. Therefore PASCAL3D+'s bottles, trains and dining tables,
+three buses, a boat and a monitor are excluded.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from metaleader.streams.datasets.registry import Folder, data_folder, find
 from metaleader.streams.pose.shapes import FAMILIES, SHAPES_VERSION, build_shape
+from metaleader.system.download import file_sha256
 
 PASCAL3D = {
     "aeroplane": (1, 2, 3, 4, 5, 6, 7, 8),
@@ -33,14 +34,13 @@ PASCAL3D = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """Triangles in space: z up, the front at -y.
+    """A triangle mesh with z up and its front at -y.
 
-    The object stands on z = 0 with the z axis through its middle; the larger of its radius about that axis and half its
-    height is 1.
+    The object stands on z = 0, centred at the z axis. The larger of its radius about the axis and half its height is 1.
 
     Attributes:
         vertices: (V, 3), float32.
-        faces: (F, 3), int32: indices of vertices; the winding may be either.
+        faces: indices of vertices, (F, 3), int32, with either winding.
     """
 
     vertices: np.ndarray
@@ -52,9 +52,9 @@ class Objects:
     """A collection of named meshes.
 
     Attributes:
-        names: class and number, such as "car 03", in a fixed order.
-        digest: changes when any mesh does.
-        load: gives the mesh of a name; raises ValueError or OSError for a damaged file.
+        names: classes and numbers, such as "car 03", in a fixed order.
+        digest: a string that changes if any mesh changes.
+        load: returns the mesh of a name; raises ValueError or OSError if the file is damaged.
     """
 
     names: tuple[str, ...]
@@ -63,30 +63,30 @@ class Objects:
 
 
 def builtin_objects() -> Objects:
-    """Fifty objects of nine families composed of boxes, cylinders, cones and roofs: they need no data."""
+    """Return 50 objects of nine families, composed of primitives; they need no data."""
     names = tuple(f"{family} {i + 1:02d}" for family, (_, num) in FAMILIES.items() for i in range(num))
     return Objects(names, f"builtin {SHAPES_VERSION}", lambda name: make_mesh(*build_shape(name), name))
 
 
 def pascal3d_objects(data: Folder = None) -> Objects:
-    """The objects of PASCAL3D+ in a data folder.
+    """Return the objects of PASCAL3D+ in a data folder.
 
     Args:
-        data: holds `pascal3d/pascal3d_cad.npz` or the official files as `pascal3d/CAD/<class>/<NN>.off`, with or
-            without the folder CAD.
+        data: a folder with `pascal3d/pascal3d_cad.npz`, or with the official files as `pascal3d/CAD/<class>/<NN>.off`
+            or `pascal3d/<class>/<NN>.off`.
 
     Raises:
-        FileNotFoundError: when there is neither; says how to get them, and what works without.
-        ValueError: when objects are missing.
+        FileNotFoundError: if there are no such files; the message says how to get them.
+        ValueError: if objects are missing.
     """
     names = tuple(f"{kind} {i:02d}" for kind, numbers in PASCAL3D.items() for i in numbers)
-    found = find("pascal3d", data)
-    if found[0].suffix == ".npz":
-        archive = found[0]
-        _refuse_missing(names, _names_in(archive), archive)
-        return Objects(names, hashlib.sha256(archive.read_bytes()).hexdigest(), lambda name: _from_npz(archive, name))
-    files = {f"{path.parent.name} {path.stem}": path for path in found}
-    _refuse_missing(names, set(files), data_folder(data) / "pascal3d")
+    paths = find("pascal3d", data)
+    if paths[0].suffix == ".npz":
+        archive = paths[0]
+        _check_complete(names, _names_in(archive), archive)
+        return Objects(names, file_sha256(archive), lambda name: _from_npz(archive, name))
+    files = {f"{path.parent.name} {path.stem}": path for path in paths}
+    _check_complete(names, set(files), data_folder(data) / "pascal3d")
     digest = hashlib.sha256()
     for name in names:
         digest.update(hashlib.sha256(files[name].read_bytes()).digest())
@@ -94,10 +94,10 @@ def pascal3d_objects(data: Folder = None) -> Objects:
 
 
 def read_off(path: Path) -> Mesh:
-    """Read a mesh in the Object File Format (text); faces of more than three corners are cut into triangles.
+    """Read a mesh in the textual Object File Format; polygons are divided into triangles.
 
     Raises:
-        ValueError: for a damaged file.
+        ValueError: if the file is damaged.
     """
     lines = (line.split("#")[0].split() for line in path.read_text("ascii", errors="replace").splitlines())
     rows = [row for row in lines if row]
@@ -122,10 +122,10 @@ def read_off(path: Path) -> Mesh:
 
 
 def make_mesh(vertices: np.ndarray, faces: np.ndarray, where: str) -> Mesh:
-    """Check a mesh and bring it to the middle and to unit size.
+    """Check a mesh, centre it and scale it to unit size.
 
     Raises:
-        ValueError: when it is none; the message names `where` it comes from.
+        ValueError: if the mesh is invalid; the message begins with `where`.
     """
     if vertices.ndim != 2 or vertices.shape[1:] != (3,) or faces.ndim != 2 or faces.shape[1:] != (3,) or not len(faces):
         raise ValueError(f"{where}: vertices must be (V, 3) and faces (F, 3), got {vertices.shape} and {faces.shape}")
@@ -134,13 +134,13 @@ def make_mesh(vertices: np.ndarray, faces: np.ndarray, where: str) -> Mesh:
     if not np.isfinite(vertices).all():
         raise ValueError(f"{where}: {int((~np.isfinite(vertices)).sum())} coordinates are NaN or infinite")
     if faces.min() < 0 or faces.max() >= len(vertices):
-        raise ValueError(f"{where}: faces name vertices {faces.min()} to {faces.max()}, there are {len(vertices)}")
+        raise ValueError(f"{where}: faces use vertices {faces.min()} to {faces.max()}, there are {len(vertices)}")
     used = vertices[np.unique(faces)].astype(np.float64)
     low, high = used.min(0), used.max(0)
     centre = [(low[0] + high[0]) / 2, (low[1] + high[1]) / 2, low[2]]
     size = max(np.linalg.norm((used - centre)[:, :2], axis=1).max(), (high[2] - low[2]) / 2)
     if not 0 < size < 1e6 or (high - low).min() < 1e-6 * size:
-        raise ValueError(f"{where}: the object is flat or of no plausible size; it extends over {high - low}")
+        raise ValueError(f"{where}: the object is flat or has an implausible size; it extends over {high - low}")
     return Mesh(((vertices - centre) / size).astype(np.float32), faces.astype(np.int32))
 
 
@@ -150,21 +150,21 @@ def _names_in(archive: Path) -> set[str]:
             entries = set(members.namelist())
     except (zipfile.BadZipFile, OSError) as error:
         raise ValueError(f"{archive} is truncated or not a npz file ({error}); use an intact copy") from error
-    wanted = {entry.removesuffix("/vertices.npy") for entry in entries if entry.endswith("/vertices.npy")}
-    return {entry.replace("/", " ") for entry in wanted if f"{entry}/faces.npy" in entries}
+    prefixes = {entry.removesuffix("/vertices.npy") for entry in entries if entry.endswith("/vertices.npy")}
+    return {prefix.replace("/", " ") for prefix in prefixes if f"{prefix}/faces.npy" in entries}
 
 
 def _from_npz(archive: Path, name: str) -> Mesh:
-    entry = name.replace(" ", "/")
+    prefix = name.replace(" ", "/")
     try:
         with np.load(archive, allow_pickle=False) as arrays:
-            vertices, faces = arrays[f"{entry}/vertices"], arrays[f"{entry}/faces"]
-    except Exception as error:  # numpy raises what zlib, zipfile, tokenize and ast do
+            vertices, faces = arrays[f"{prefix}/vertices"], arrays[f"{prefix}/faces"]
+    except Exception as error:  # NumPy passes on the errors of zlib, zipfile, tokenize and ast
         raise ValueError(f"{archive}: {name} is damaged ({error}); use an intact copy") from error
     return make_mesh(vertices, faces, f"{archive}, {name}")
 
 
-def _refuse_missing(names: tuple[str, ...], present: set[str], where: Path) -> None:
+def _check_complete(names: tuple[str, ...], present: set[str], where: Path) -> None:
     missing = [name for name in names if name not in present]
     if missing:
         raise ValueError(f"{where} lacks {len(missing)} of {len(names)} objects: {', '.join(missing)}")

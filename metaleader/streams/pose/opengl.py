@@ -1,7 +1,7 @@
-"""MuJoCo with an OpenGL that draws without a display.
+"""MuJoCo with an OpenGL backend that draws without a display.
 
-MuJoCo takes its OpenGL from MUJOCO_GL at import, and fails there with an AttributeError when that library is missing;
-so the libraries are looked for before.
+MuJoCo reads the backend from MUJOCO_GL when it is imported, and raises an AttributeError if the library is missing.
+Therefore this module looks for the libraries first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-# In the order they are tried: the shared libraries that a backend needs, and the Debian packages that bring them.
+# Backends in order of preference: the shared libraries they need, and the Debian packages with these libraries.
 BACKENDS = {
     "egl": (("libEGL.so.1", "libGL.so.1"), "libegl1 and libgl1"),
     "osmesa": (("libOSMesa.so.8",), "libosmesa6"),
@@ -21,10 +21,10 @@ BACKENDS = {
 
 
 def choose_backend() -> str:
-    """The first backend whose libraries are there.
+    """Return the first backend whose libraries are installed.
 
     Raises:
-        OSError: when there is none; the message names the packages to install.
+        OSError: if there is none; the message names the packages to install.
     """
     for name, (libraries, _) in BACKENDS.items():
         if all(_loads(library) for library in libraries):
@@ -37,13 +37,11 @@ def choose_backend() -> str:
 
 
 def load_mujoco() -> Any:
-    """Import MuJoCo, with the OpenGL that MUJOCO_GL names or, where it is unset, the first that works.
-
-    MUJOCO_GL is then set for the rest of the process.
+    """Import MuJoCo with the backend in MUJOCO_GL; if MUJOCO_GL is unset, set it to the first available backend.
 
     Raises:
-        ImportError: when MuJoCo is not installed.
-        OSError: when no OpenGL is found, or not the one that MUJOCO_GL names.
+        ImportError: if MuJoCo is not installed.
+        OSError: if the backend is not installed.
     """
     if "mujoco" in sys.modules:
         return sys.modules["mujoco"]
@@ -58,7 +56,7 @@ def load_mujoco() -> Any:
         _, packages = BACKENDS.get(name.lower(), ((), "libegl1 and libgl1"))
         raise OSError(
             f"MuJoCo cannot be used with MUJOCO_GL={name!r} ({error});"
-            f" unset MUJOCO_GL to have it chosen, or install {packages} on Debian"
+            f" unset MUJOCO_GL to select it automatically, or install {packages} on Debian"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The pose scene in MuJoCo: an object on a table with a red dot at one corner, drawn image by image."""
+"""The pose scene in MuJoCo: an object on a table with a red dot at one corner."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from metaleader.streams.pose.camera import HALF_FRAME, REACH, TABLE_THICKNESS, C
 from metaleader.streams.pose.objects import Mesh
 from metaleader.streams.pose.opengl import load_mujoco
 
-# Changes when the same view would give other images: the colours, the lights, the geometry.
+# Increment if the same view gives other images, for example after a change to colours, lights or geometry.
 SCENE_VERSION = 1
 
 BACKGROUND = (0.90, 0.92, 0.94)
 TABLE = (0.80, 0.70, 0.56, 1.0)
 DOT = (0.86, 0.10, 0.10, 1.0)
 DOT_PLACE, DOT_RADIUS = 0.86, 0.1
-# One colour a class: light enough to show their shading, far from the table's and the dot's.
+# One colour per class: light enough to show the shading, and unlike the table and the dot.
 COLOURS = (
     (0.33, 0.53, 0.80),
     (0.22, 0.62, 0.60),
@@ -30,24 +30,24 @@ COLOURS = (
     (0.42, 0.70, 0.66),
     (0.40, 0.48, 0.60),
 )
-# Images are drawn this many times larger and averaged.
+# Images are drawn larger by this factor and averaged.
 OVERSAMPLE = 2
-# An object covers at least this part of an image.
+# The smallest fraction of an image that an object covers.
 MIN_VISIBLE = 0.002
 
 
 class Scene:
-    """One view, ready to draw. Use it as a context: the OpenGL context is freed at the end.
+    """A renderer for one view. As a context manager, it frees its OpenGL context at the end.
 
     Args:
         view: the object's scale and the camera's direction.
         mesh: the object.
-        colour: of the object, red, green and blue in [0, 1].
-        size: the images' width and height in pixels.
+        colour: the object's colour, red, green and blue in [0, 1].
+        size: the width and height of the images in pixels.
 
     Raises:
-        ImportError: when MuJoCo is not installed.
-        OSError: when there is no OpenGL to draw with.
+        ImportError: if MuJoCo is not installed.
+        OSError: if no OpenGL backend can draw.
     """
 
     def __init__(self, view: View, mesh: Mesh, colour: tuple[float, float, float], size: int) -> None:
@@ -71,17 +71,17 @@ class Scene:
         self._renderer.close()
 
     def draw(self, label: np.ndarray) -> np.ndarray:
-        """The image (3, size, size), uint8, of the object at a pose (4,)."""
+        """Return the image (3, size, size), uint8, of the object in a pose (4,)."""
         self._place(label)
         return shrink(self._renderer.render())
 
     def draw_empty(self) -> np.ndarray:
-        """The image of the table without the object."""
+        """Return the image of the table without the object."""
         self._place(None)
         return shrink(self._renderer.render())
 
     def segment(self, label: np.ndarray) -> np.ndarray:
-        """Where the object is visible, as booleans, at the resolution that is drawn before it is averaged."""
+        """Return a boolean mask of the visible object, at the resolution before averaging."""
         self._place(label)
         self._renderer.enable_segmentation_rendering()
         ids = self._renderer.render()[..., 0]
@@ -102,10 +102,10 @@ class Scene:
 
 
 def check_visible(images: np.ndarray, empty: np.ndarray, where: str) -> None:
-    """Refuse images (num, 3, size, size) in which the object is lost or touches the border, by what it changes.
+    """Check that the object is visible in all images (num, 3, size, size) and touches no border.
 
     Raises:
-        OSError: the camera keeps the object in its frame, so it is the OpenGL that fails.
+        OSError: if it is not; the camera keeps the object in its frame, so the cause is OpenGL.
     """
     changed = (images != empty).any(1)
     enough = changed.mean((1, 2)) > MIN_VISIBLE
@@ -113,25 +113,25 @@ def check_visible(images: np.ndarray, empty: np.ndarray, where: str) -> None:
     bad = np.flatnonzero(~(enough & inside))
     if len(bad):
         raise OSError(
-            f"{where}: OpenGL drew {len(bad)} images without the whole object, first number {bad[0]};"
+            f"{where}: OpenGL drew {len(bad)} images without the whole object, the first at index {bad[0]};"
             " set MUJOCO_GL=osmesa to draw in software (Debian: libosmesa6)"
         )
 
 
 def view_camera(view: View, mesh: Mesh) -> Camera:
-    """The camera of a view."""
+    """Return the camera of a view."""
     radius = np.linalg.norm(mesh.vertices[:, :2], axis=1).max()
     return fit_camera(view, view.scale * float(radius), view.scale * float(mesh.vertices[:, 2].max()))
 
 
 def colour_of(name: str, names: tuple[str, ...]) -> tuple[float, float, float]:
-    """The colour of an object: that of its class, by the order in which classes first occur in the collection."""
+    """Return the colour of an object's class; classes are numbered by first occurrence in `names`."""
     classes = list(dict.fromkeys(other.split()[0] for other in names))
     return COLOURS[classes.index(name.split()[0]) % len(COLOURS)]
 
 
 def shrink(image: np.ndarray) -> np.ndarray:
-    """Average (k size, k size, 3) over squares of k pixels, k = OVERSAMPLE, and put the colours first."""
+    """Average an image (k size, k size, 3) over blocks of k x k pixels, k = OVERSAMPLE, to (3, size, size)."""
     size, k = len(image) // OVERSAMPLE, OVERSAMPLE
     sums = image.reshape(size, k, size, k, 3).sum((1, 3), dtype=np.uint16)
     return ((sums + k * k // 2) // (k * k)).astype(np.uint8).transpose(2, 0, 1)
@@ -190,8 +190,8 @@ def _sky(mujoco: Any, spec: Any) -> None:
 
 
 def _add_object(mujoco: Any, spec: Any, view: View, mesh: Mesh, colour: tuple[float, float, float]) -> None:
-    # The winding of CAD faces is inconsistent and MuJoCo draws a face from its front only: each face comes twice, on
-    # vertices of its own because a vertex has one normal.
+    # MuJoCo draws only the front of a face, and the winding of CAD faces is inconsistent. Therefore each face is added
+    # with both windings. The copies use separate vertices, because a vertex has a single normal.
     vertices, faces = mesh.vertices * view.scale, mesh.faces
     spec.add_mesh(
         name="object",

@@ -1,7 +1,7 @@
-"""Fifty built-in objects of nine families, composed of primitives; none looks the same after a turn.
+"""50 built-in objects of nine families, composed of primitives, without rotational symmetry.
 
-Every family is a function that adds primitives to a `Builder`, its proportions drawn from a random generator.
-Lengths are arbitrary; inside a family's function y is the front.
+Each family is a function that adds primitives with random proportions to a `Builder`. Lengths are arbitrary; in these
+functions y points to the front.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import numpy as np
 
 from metaleader.tasks import rng
 
-# Changes when any built-in object does.
+# Increment if any built-in object changes.
 SHAPES_VERSION = 1
 
 Triple = tuple[float, float, float]
 
 
 class Builder:
-    """Collects primitives into one mesh; every face is wound outwards, with vertices of its own for crisp edges."""
+    """Collects primitives into one mesh. Faces are wound outwards, and share no vertices so that edges are sharp."""
 
     def __init__(self) -> None:
         self.corners: list[np.ndarray] = []
 
     def solid(self, bottom: np.ndarray, top: np.ndarray) -> None:
-        """The hull between two convex polygons (num, 3) of equal length, both anticlockwise seen from the top."""
+        """Add the hull of two convex polygons (num, 3), both anticlockwise when seen from the top."""
         num = len(bottom)
         for i in range(1, num - 1):
             self.corners.append(np.array([bottom[0], bottom[i + 1], bottom[i]]))
@@ -36,7 +36,7 @@ class Builder:
             self.corners.append(np.array([bottom[i], top[j], top[i]]))
 
     def box(self, low: Triple, high: Triple, taper: float = 1.0) -> None:
-        """A box between two corners, its top narrowed along y by a factor."""
+        """Add a box between two corners; its top is scaled along y by `taper`."""
         (x0, y0, z0), (x1, y1, z1) = low, high
         middle, half = (y0 + y1) / 2, (y1 - y0) / 2 * taper
         self.solid(
@@ -45,7 +45,7 @@ class Builder:
         )
 
     def rod(self, start: Triple, end: Triple, radius: float, end_radius: float | None = None, sides: int = 16) -> None:
-        """A cylinder between two points, or a cone when the radii differ."""
+        """Add a cylinder between two points, or a truncated cone if the radii differ."""
         a, b = np.array(start, float), np.array(end, float)
         axis = (b - a) / np.linalg.norm(b - a)
         side = np.cross(axis, [0.0, 0.0, 1.0] if abs(axis[2]) < 0.9 else [0.0, 1.0, 0.0])
@@ -55,7 +55,7 @@ class Builder:
         self.solid(a + radius * ring, b + (radius if end_radius is None else end_radius) * ring)
 
     def roof(self, low: Triple, high: Triple) -> None:
-        """A gable whose ridge runs along y."""
+        """Add a gable roof whose ridge runs along y."""
         (x0, y0, z0), (x1, y1, z1) = low, high
         self.solid(
             np.array([[x0, y0, z0], [x1, y0, z0], [(x0 + x1) / 2, y0, z1]]),
@@ -63,7 +63,7 @@ class Builder:
         )
 
     def wheels(self, x: float, y: float, radius: float, width: float) -> None:
-        """A pair of wheels on the ground, at -x and x."""
+        """Add a pair of wheels on the ground, at -x and x."""
         for side in (-x, x):
             self.rod((side - width / 2, y, radius), (side + width / 2, y, radius), radius)
 
@@ -164,7 +164,7 @@ def _lamp(b: Builder, draw: np.random.Generator) -> None:
     b.box((0.1, -0.12, 0.1), (0.2, 0.02, 0.18))
 
 
-# Each family's function and how many objects it has.
+# The function of each family, and its number of objects.
 FAMILIES: dict[str, tuple[Callable[[Builder, np.random.Generator], None], int]] = {
     "truck": (_truck, 6),
     "plane": (_plane, 6),
@@ -179,10 +179,10 @@ FAMILIES: dict[str, tuple[Callable[[Builder, np.random.Generator], None], int]] 
 
 
 def build_shape(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The vertices (V, 3) and faces (F, 3) of a built-in object, such as "truck 01"; the same on every machine."""
+    """Return the vertices (V, 3) and faces (F, 3) of a built-in object such as "truck 01"."""
     family, number = name.split()
     builder = Builder()
     FAMILIES[family][0](builder, rng("pose shape", list(FAMILIES).index(family), int(number)))
-    # Turned by half, so that the front is at -y, as in PASCAL3D+.
+    # Half a turn puts the front at -y, as in PASCAL3D+.
     vertices = np.concatenate(builder.corners) * [-1.0, -1.0, 1.0]
     return vertices, np.arange(len(vertices)).reshape(-1, 3)

@@ -1,7 +1,7 @@
-"""Object pose: from one image, where an object stands on a table and which way it faces (the paper's third experiment).
+"""Object pose: the position and azimuth of an object on a table, predicted from one image (section 6.3).
 
-A task is one object seen by one camera. Images are drawn by MuJoCo (the extra `pose`) once, and kept in a cache; a
-stream whose cache is complete needs neither MuJoCo nor OpenGL.
+A task is one object seen by one camera. MuJoCo (the extra `pose`) draws the images once into a cache. A stream with a
+complete cache needs neither MuJoCo nor OpenGL.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from metaleader.streams.pose.scene import SCENE_VERSION, Scene, check_visible, c
 from metaleader.system.machine import cache_folder
 from metaleader.tasks import Batch, Task, rng
 
-# The tasks of the paper's stream.
+# The number of tasks in the paper's stream.
 BLOCK = 90
 
 
 @dataclass(frozen=True)
 class PoseStream:
-    """A stream of objects on a table: x is images (N, 3, size, size), uint8, y poses (N, 4), float32.
+    """A stream of objects on a table: x is images (N, 3, size, size), uint8, and y is poses (N, 4), float32.
 
-    A pose is x and y in [-1, 1], uniform, and the sine and cosine of the azimuth, uniform too; all in the frame of the
-    table, which a red dot at one corner shows. The 90 tasks are 50 objects seen by one or two cameras. A camera is as
-    near as it can be with the table and every pose in its frame, so no image cuts the object.
+    A pose is x and y, uniform in [-1, 1], and the sine and cosine of a uniform azimuth. A red dot at one corner of the
+    table marks its coordinate system. The 90 tasks are 50 objects, each seen by one or two cameras. The camera is as
+    near as possible with the table and all poses in its frame.
 
-    `stream[t]` draws the images when they are not in the cache; `prepare` draws all that are missing. Images that were
-    read stay in memory. One OpenGL draws the same every time; another may differ in pixels at edges, and by at most a
-    grey level in the mean of 16x16 pixels (MUJOCO_GL=osmesa always draws in software).
+    `stream[t]` draws the images that are not in the cache; `prepare` draws those of all tasks. Images stay in memory
+    once they are read. An OpenGL implementation draws the same pixels every time. Two implementations may differ in
+    pixels at edges, and by at most one grey level in the mean of 16x16 pixels; MUJOCO_GL=osmesa draws in software.
 
     Attributes:
         tasks: the number of tasks.
-        images: datapoints of each task.
-        train: how many of them are revealed; the others are the test set.
-        size: width and height of the images; drawn at twice this size and averaged.
+        images: the number of datapoints per task.
+        train: the number of training datapoints per task; the others are held out.
+        size: the width and height of the images, which are drawn at twice this size and averaged.
         objects: "builtin", which needs no data, or "pascal3d".
-        order: "random", "class" (one class of objects after the other) or "scale" (from small to large).
-        seed: `stream[t]` depends on it, on t and on what the images show; in random order not on the number of tasks.
+        order: "random", "class" (grouped by object class) or "scale" (from small to large).
+        seed: `stream[t]` depends on the seed, t, `images`, `size` and `objects`; in random order not on `tasks`.
         data: the folder with `pascal3d/`; METALEADER_DATA or the user's cache if None.
-        cache: the folder to keep drawn images in, in a subfolder of their own; by default METALEADER_CACHE or
-            ~/.cache/metaleader. A damaged file in it is drawn again, with a warning.
+        cache: the folder for drawn images; METALEADER_CACHE or ~/.cache/metaleader if None. Each stream uses a
+            subfolder. Damaged files are drawn again, with a warning.
     """
 
     tasks: int = BLOCK
@@ -78,7 +78,7 @@ class PoseStream:
         for name, options in (("objects", ("builtin", "pascal3d")), ("order", ("random", "class", "scale"))):
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")
-        _ = self.folder  # missing data is noticed here
+        _ = self.folder  # raises an error if data is missing
 
     def __len__(self) -> int:
         return self.tasks
@@ -90,12 +90,12 @@ class PoseStream:
         return Task(str(view), Batch(x[: self.train], y[: self.train]), Batch(x[self.train :], y[self.train :]))
 
     def camera(self, t: int) -> Camera:
-        """The camera of a task, to draw poses into its images: see `Camera.arrows`."""
+        """Return the camera of a task, whose method `arrows` projects poses into the images."""
         view = self.views[self._check(t)]
         return view_camera(view, self._collection.load(view.name))
 
     def prepare(self) -> None:
-        """Draw every task that is not in the cache, with a progress bar; other processes may do so at the same time."""
+        """Draw all tasks that are not in the cache, with a progress bar; concurrent processes share the work."""
         self._draw([view for view in self.views if not self._path(view).exists()])
 
     @cached_property
@@ -103,7 +103,7 @@ class PoseStream:
         """The views in the order of the stream."""
         names = self._collection.names
         objects = rng("pose objects", self.seed).permutation(len(names))
-        # Every 90 rounds have a permutation of their own, so the first tasks do not depend on how many follow.
+        # Each block of 90 rounds has its own permutation, so the first tasks do not depend on the number of tasks.
         blocks = range(-(-self.tasks // BLOCK))
         order = np.concatenate([BLOCK * b + rng("pose order", self.seed, b).permutation(BLOCK) for b in blocks])
         views = []
@@ -119,7 +119,7 @@ class PoseStream:
 
     @cached_property
     def folder(self) -> Path:
-        """Where the images of this stream are kept: named after all that determines them."""
+        """The cache folder of this stream, named after a hash of everything that determines the images."""
         return Path(self.cache or cache_folder()) / f"pose-{self._key}"
 
     @cached_property
@@ -130,9 +130,9 @@ class PoseStream:
 
     @cached_property
     def _key(self) -> str:
-        parts = {"scene": SCENE_VERSION, "objects": self._collection.digest}
-        parts |= {"seed": self.seed, "images": self.images, "size": self.size}
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+        inputs = {"scene": SCENE_VERSION, "objects": self._collection.digest}
+        inputs |= {"seed": self.seed, "images": self.images, "size": self.size}
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
     def _loaded(self) -> dict[View, np.ndarray]:
@@ -168,12 +168,12 @@ class PoseStream:
         console = Console(stderr=True)
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             job = bar.add_task("", total=len(views) * self.images)
-            # First what no other process is at, then wait for what is left.
+            # The first pass skips views that other processes are drawing; the second waits for them.
             for wait in (False, True):
                 views = [view for view in views if not self._draw_view(view, wait, lambda num: bar.advance(job, num))]
 
     def _draw_view(self, view: View, wait: bool, advance: Callable[[int], None]) -> bool:
-        """Bring a view into the cache; false when another process is at it and we do not wait."""
+        """Draw a view into the cache; returns False if another process is drawing it and `wait` is False."""
         path = self._path(view)
         with claim_view(path, wait) as file:
             if file is None:

@@ -111,8 +111,8 @@ def test_off(tmp_path, text):
         (lambda text: text.replace("3 1 2 4", "2 1 2"), "truncated or damaged"),
         (lambda text: text.replace("4 0 0", "nan 0 0"), "NaN"),
         (lambda text: text.replace("4 0 0", "inf 0 0"), "infinite"),
-        (lambda text: text.replace("3 1 2 4", "3 1 2 5"), "faces name vertices"),
-        (lambda text: text.replace("3 1 2 4", "3 1 2 -1"), "faces name vertices"),
+        (lambda text: text.replace("3 1 2 4", "3 1 2 5"), "faces use vertices"),
+        (lambda text: text.replace("3 1 2 4", "3 1 2 -1"), "faces use vertices"),
         (lambda text: text.replace("0 1 3\n", "0 1 0\n"), "flat"),
     ],
 )

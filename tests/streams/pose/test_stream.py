@@ -430,11 +430,11 @@ def test_an_object_that_is_cut_off_or_lost_is_noticed():
     for place in ((2, slice(None), 0, 5), (2, slice(None), 5, 15)):
         broken = images.copy()
         broken[place] = 50
-        with pytest.raises(OSError, match="here: OpenGL drew 1 images without the whole object, first number 2"):
+        with pytest.raises(OSError, match="here: OpenGL drew 1 images without the whole object, the first at index 2"):
             check_visible(broken, empty, "here")
     broken = images.copy()
     broken[3] = empty
-    with pytest.raises(OSError, match="first number 3"):
+    with pytest.raises(OSError, match="the first at index 3"):
         check_visible(broken, empty, "here")
 
 
