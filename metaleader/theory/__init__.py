@@ -1,4 +1,4 @@
-"""The paper's theory as running code: closed forms (appendix A), Theorem 1, and exact regret (corollary 2)."""
+"""The paper's theory in code: closed forms (appendix A), Theorem 1, and exact regret (corollary 2)."""
 
 from metaleader.theory.convexity import (
     Constants,

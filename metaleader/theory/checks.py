@@ -1,4 +1,4 @@
-"""The paper's claims as checks that can fail: each measures, and says what the measurement has to be."""
+"""The paper's claims as checks, each with a measured number and a required range."""
 
 from __future__ import annotations
 
@@ -10,33 +10,27 @@ import torch
 from torch import Tensor
 
 from metaleader.tasks import rng, rows
-from metaleader.theory.convexity import (
-    Constants,
-    contraction,
-    meta_eigenvalues,
-    minimise,
-    quadratic_constants,
-)
+from metaleader.theory.convexity import Constants, contraction, meta_eigenvalues, minimise, quadratic_constants
 from metaleader.theory.families import BETA, DIMENSION, MU, Pairs, bowls, in_ball
 from metaleader.theory.logistic import Logistic, logistic, logistic_constants, logistic_loss
 from metaleader.theory.newton import play_ftml
 from metaleader.theory.online import FTL, FTL_ADAPTED, FTML, STREAMING, Simulation, growth
 from metaleader.theory.quadratics import Quadratics, linear_regression, quadratic_loss
 
-# A growth exponent below the first counts as flat, below the second as sublinear, above the third as linear.
+# Growth exponents: flat is at most FLAT, sublinear at most SUBLINEAR, linear at least LINEAR.
 FLAT, SUBLINEAR, LINEAR = 0.2, 0.5, 0.85
 
 
 @dataclass(frozen=True)
 class Check:
-    """One claim, measured.
+    """One claim and its measurement.
 
     Attributes:
-        source: where the paper makes it.
-        claim: what it says.
-        measured: the number.
-        required: what the number has to be.
-        passed: whether it is.
+        source: the place of the claim in the paper.
+        claim: a description of the claim.
+        measured: the measured number.
+        required: the range of numbers that support the claim.
+        passed: whether the number is in this range.
     """
 
     source: str
@@ -47,38 +41,37 @@ class Check:
 
 
 def at_most(source: str, claim: str, value: float, limit: float) -> Check:
-    """A check that a number does not exceed a limit; NaN fails."""
+    """Return a check that a number does not exceed a limit; NaN fails."""
     return Check(source, claim, f"{value:.3g}", f"<= {limit:.3g}", value <= limit)
 
 
 def at_least(source: str, claim: str, value: float, limit: float) -> Check:
-    """A check that a number reaches a limit; NaN fails."""
+    """Return a check that a number is not below a limit; NaN fails."""
     return Check(source, claim, f"{value:.3g}", f">= {limit:.3g}", value >= limit)
 
 
 def quadratic_checks(alpha_factor: float = 1.0, instances: int = 50, minimised: int = 3) -> Iterator[Check]:
-    """Appendix A: closed forms of joint training and MAML.
+    """Check the closed forms of joint training and MAML (appendix A).
 
     Args:
         alpha_factor: the step size as a multiple of Theorem 1's bound.
-        instances: random sets of ten tasks.
-        minimised: how many of them are also minimised numerically.
+        instances: the number of random sets of ten tasks.
+        minimised: the number of sets that are also minimised numerically.
     """
     source = "appendix A"
     sets = [random_pairs(10, seed) for seed in range(instances)]
     alpha = alpha_factor / (2 * BETA)
     errors: dict[str, float] = {"joint training": 0.0, "MAML": 0.0, "MAML, f^ not f": 0.0}
-    for pairs in sets[:minimised]:
-        f, other = pairs
-        for name, support, steps in (("joint training", f, 0), ("MAML", f, 1), ("MAML, f^ not f", other, 1)):
-            closed = f.adapted(alpha, steps, support).mean().minimiser()
+    for f, f_hat in sets[:minimised]:
+        for name, support, steps in (("joint training", f, 0), ("MAML", f, 1), ("MAML, f^ not f", f_hat, 1)):
+            closed_form = f.adapted(alpha, steps, support).mean().minimiser()
             constants = quadratic_constants(Quadratics.stack([f, support]), radius=10.0)
-            start = torch.zeros_like(closed)
+            start = torch.zeros_like(closed_form)
             try:
-                found = minimise(
+                minimiser = minimise(
                     quadratic_loss, start, support, f, constants, alpha=alpha, inner_steps=steps, max_iterations=2000
                 )
-                error = float(torch.linalg.vector_norm(found - closed))
+                error = float(torch.linalg.vector_norm(minimiser - closed_form))
             except ValueError:
                 error = math.inf
             errors[name] = max(errors[name], error)
@@ -88,14 +81,16 @@ def quadratic_checks(alpha_factor: float = 1.0, instances: int = 50, minimised: 
     tasks = Quadratics.stack([pairs.query for pairs in sets])
     meta = tasks.adapted(alpha).mean(1)
     joint, maml = tasks.mean(1).minimiser(), meta.minimiser()
-    apart = torch.linalg.vector_norm(joint - maml, dim=-1)
-    yield at_least(source, "joint and MAML minimisers differ (least distance)", float(apart.min()), 1e-3)
-    gain = (meta.value(joint) - meta.value(maml)) / (MU / 16 * apart.square())
-    yield at_least(source, "MAML is better after adaptation (least gain over mu/16 distance^2)", float(gain.min()), 1.0)
+    distance = torch.linalg.vector_norm(joint - maml, dim=-1)
+    yield at_least(source, "joint and MAML minimisers differ (smallest distance)", float(distance.min()), 1e-3)
+    gain = (meta.value(joint) - meta.value(maml)) / (MU / 16 * distance.square())
+    claim = "MAML is better after adaptation (smallest gain over mu/16 distance^2)"
+    yield at_least(source, claim, float(gain.min()), 1.0)
 
-    same = tasks._replace(A=tasks.A[:, :1].expand_as(tasks.A))
-    apart = same.mean(1).minimiser() - same.adapted(alpha).mean(1).minimiser()
-    yield at_most(source, "they coincide when all A_i are equal (distance)", float(apart.abs().max()), 1e-8)
+    equal_A = tasks._replace(A=tasks.A[:, :1].expand_as(tasks.A))
+    difference = equal_A.mean(1).minimiser() - equal_A.adapted(alpha).mean(1).minimiser()
+    claim = "joint and MAML minimisers coincide if all A_i are equal (distance)"
+    yield at_most(source, claim, float(difference.abs().max()), 1e-8)
 
     random = rng("theory regression", 0)
     x, y = torch.from_numpy(random.standard_normal((10, 30, 4))), torch.from_numpy(random.standard_normal((10, 30)))
@@ -105,13 +100,12 @@ def quadratic_checks(alpha_factor: float = 1.0, instances: int = 50, minimised: 
 
 
 def theorem_checks(alpha_factor: float = 1.0, instances: int = 100) -> Iterator[Check]:
-    """Theorem 1 and the contraction lemma, for quadratics and for logistic regression."""
+    """Check Theorem 1 and the contraction lemma, for quadratics and for logistic regression."""
     pairs = random_pairs(instances, 0)
     quadratic = quadratic_constants(Quadratics.stack([pairs.query, pairs.support]), radius=3.0)
-    logistic_f, logistic_support, logistic_constant = logistic_example()
     for name, d, loss_fn, f, support, constants in (
         ("quadratics", DIMENSION, quadratic_loss, pairs.query, pairs.support, quadratic),
-        ("logistic", 2, logistic_loss, logistic_f, logistic_support, logistic_constant),
+        ("logistic", 2, logistic_loss, *logistic_example()),
     ):
         alpha = alpha_factor * constants.alpha
         constants.check_alpha(alpha)
@@ -126,33 +120,36 @@ def theorem_checks(alpha_factor: float = 1.0, instances: int = 100) -> Iterator[
 
     doubled = pairs.query.adapted(2 * quadratic.alpha)
     least = float(torch.linalg.eigvalsh(doubled.A).min())
-    yield at_most("Theorem 1", "quadratics at twice the bound: mu/8 is lost", least, quadratic.meta_mu * (1 - 1e-9))
-    least = min(_least_quadratic(pairs, factor * quadratic.alpha) for factor in (10.0, 100.0, 1000.0))
-    yield at_least("Theorem 1", "quadratics stay convex at 10, 100, 1000 times the bound", least, -1e-8)
+    claim = "quadratics: smallest eigenvalue at twice the bound is below mu/8"
+    yield at_most("Theorem 1", claim, least, quadratic.meta_mu * (1 - 1e-9))
+    beyond = (pairs.query.adapted(factor * quadratic.alpha, support=pairs.support) for factor in (10.0, 100.0, 1000.0))
+    least = min(float(torch.linalg.eigvalsh(tasks.A).min()) for tasks in beyond)
+    yield at_least("Theorem 1", "quadratics: convex at 10, 100, 1000 times the bound", least, -1e-8)
     factors, eigenvalues = logistic_scan()
     broken = next((factor for factor, (least, _) in zip(factors, eigenvalues, strict=True) if least < 0), math.inf)
     yield at_most("Theorem 1", "logistic: convexity breaks at this multiple of the bound", broken, factors[-1])
 
 
 def regret_checks(simulations: Mapping[str, Simulation]) -> Iterator[Check]:
-    """Corollary 2, on every family that was played."""
+    """Check corollary 2 on every simulated family."""
     source = "corollary 2"
-    for family, played in simulations.items():
-        ftml = played.regret[FTML]
-        yield at_most(source, f"{family}: leaders and comparator lie in W", played.farthest, played.constants.radius)
-        difference = float((ftml - played.telescoped).abs().max())
-        yield at_most(source, f"{family}: FTML's regret, two ways", difference, 1e-8 * (1 + float(ftml.max())))
-        share = float((ftml / played.bound).max())
-        yield at_most(source, f"{family}: FTML, R(T) over 32 G^2/mu (1 + log T)", share, 1.0)
-        share = float((ftml / played.gradient_bound).max())
-        yield at_most(source, f"{family}: FTML, R(T) over the gradient bound", share, 1.0)
+    for family, simulation in simulations.items():
+        ftml, radius = simulation.regret[FTML], simulation.constants.radius
+        yield at_most(source, f"{family}: leaders and comparator lie in W", simulation.farthest, radius)
+        difference = float((ftml - simulation.telescoped).abs().max())
+        claim = f"{family}: FTML's regret minus its telescoped form"
+        yield at_most(source, claim, difference, 1e-8 * (1 + float(ftml.max())))
+        ratio = float((ftml / simulation.bound).max())
+        yield at_most(source, f"{family}: FTML, R(T) over 32 G^2/mu (1 + log T)", ratio, 1.0)
+        ratio = float((ftml / simulation.gradient_bound).max())
+        yield at_most(source, f"{family}: FTML, R(T) over the gradient bound", ratio, 1.0)
         yield at_most(source, f"{family}: FTML, growth of R(2T) - R(T)", growth(ftml), FLAT)
-        streaming = played.regret[STREAMING]
+        streaming = simulation.regret[STREAMING]
         yield at_most(source, f"{family}: streaming, growth", growth(streaming), SUBLINEAR)
-        share = float((streaming / played.streaming_bound).max())
-        yield at_most(source, f"{family}: streaming, R(T) over G^2/(2 mu/8) (1 + log T)", share, 1.0)
-        yield at_least(source, f"{family}: FTL without adaptation, growth", growth(played.regret[FTL]), LINEAR)
-        adapted = played.regret[FTL_ADAPTED]
+        ratio = float((streaming / simulation.streaming_bound).max())
+        yield at_most(source, f"{family}: streaming, R(T) over G^2/(2 mu/8) (1 + log T)", ratio, 1.0)
+        yield at_least(source, f"{family}: FTL without adaptation, growth", growth(simulation.regret[FTL]), LINEAR)
+        adapted = simulation.regret[FTL_ADAPTED]
         ratio = float(adapted[:, -1].mean() / ftml[:, -1].mean())
         if family == "correlated":
             yield at_least(source, f"{family}: FTL with adaptation, growth", growth(adapted), LINEAR)
@@ -163,13 +160,13 @@ def regret_checks(simulations: Mapping[str, Simulation]) -> Iterator[Check]:
 
 
 def newton_checks(alpha_factor: float = 1.0, rounds: int = 256, seeds: int = 2) -> Iterator[Check]:
-    """Corollary 2 for logistic regression, where rho > 0 and the leader is found by Newton's method."""
+    """Check corollary 2 for logistic regression, where rho > 0 and Newton's method finds the leader."""
     source = "corollary 2"
     f, support, constants = logistic_example(rounds * seeds)
     runs = []
     for seed in range(seeds):
-        part = slice(rounds * seed, rounds * (seed + 1))
-        tasks = rows(support, part), rows(f, part)
+        index = slice(rounds * seed, rounds * (seed + 1))
+        tasks = rows(support, index), rows(f, index)
         try:
             runs.append(play_ftml(logistic_loss, 2, *tasks, constants, alpha_factor * constants.alpha))
         except ValueError as error:
@@ -180,13 +177,13 @@ def newton_checks(alpha_factor: float = 1.0, rounds: int = 256, seeds: int = 2) 
     yield at_most(source, "logistic: leaders and comparator lie in W", farthest, constants.radius)
     bound = constants.regret_bound(torch.arange(1, rounds + 1, dtype=torch.float64))
     yield at_most(source, "logistic: FTML, R(T) over 32 G^2/mu (1 + log T)", float((regret / bound).max()), 1.0)
-    share = float((regret / torch.stack([run.gradient_bound for run in runs])).max())
-    yield at_most(source, "logistic: FTML, R(T) over the gradient bound", share, 1.0)
+    ratio = float((regret / torch.stack([run.gradient_bound for run in runs])).max())
+    yield at_most(source, "logistic: FTML, R(T) over the gradient bound", ratio, 1.0)
     yield at_most(source, "logistic: FTML, growth of R(2T) - R(T)", growth(regret), FLAT)
 
 
 def random_pairs(num: int, seed: int) -> Pairs:
-    """Random quadratic tasks whose f and f^ have curvatures of their own in [MU, BETA], and near minimisers."""
+    """Draw quadratic tasks whose f and f^ have independent curvatures in [MU, BETA], and minimisers close together."""
     random = rng("theory pairs", seed)
     low, high = random.uniform(MU, 2 * MU, (2, num)), random.uniform(BETA / 2, BETA, (2, num))
     low[:, 0], high[:, -1] = MU, BETA
@@ -196,43 +193,38 @@ def random_pairs(num: int, seed: int) -> Pairs:
 
 
 def logistic_example(num: int = 10) -> tuple[Logistic, Logistic, Constants]:
-    """Random logistic-regression tasks, f on 40 datapoints and f^ on 10 others, and their constants for |w| <= 3."""
+    """Draw logistic-regression tasks, f on 40 datapoints and f^ on 10 others, with their constants for |w| <= 3."""
     random = rng("theory logistic", 0)
     weights = random.standard_normal((num, 2, 1))
 
     def sample(datapoints: int) -> Logistic:
         x = random.uniform(-1.5, 1.5, (num, datapoints, 2))
-        sure = 1 / (1 + torch.exp(-torch.from_numpy((x @ weights)[..., 0])))
-        y = torch.where(torch.from_numpy(random.random((num, datapoints))) < sure, 1.0, -1.0)
+        probability = 1 / (1 + torch.exp(-torch.from_numpy((x @ weights)[..., 0])))
+        y = torch.where(torch.from_numpy(random.random((num, datapoints))) < probability, 1.0, -1.0)
         return logistic(torch.from_numpy(x), y, l2=0.1)
 
     f, support = sample(40), sample(10)
-    first, second = logistic_constants(f, 3.0), logistic_constants(support, 3.0)
-    return f, support, first.joined(second)
+    return f, support, logistic_constants(f, 3.0).joined(logistic_constants(support, 3.0))
 
 
 def logistic_scan(factors: int = 33) -> tuple[list[float], list[tuple[float, float]]]:
-    """The smallest and largest eigenvalue of the logistic meta-Hessian over W, for step sizes around the bound.
+    """Return the extreme eigenvalues of the logistic meta-Hessian over W, for step sizes around the bound.
 
     Returns:
-        The step sizes as multiples of the bound, from 0.1 to 1000, and the two eigenvalues at each.
+        The step sizes as multiples of the bound, from 0.1 to 1000, and the smallest and largest eigenvalue for each.
     """
     f, support, constants = logistic_example()
     points = domain_points(constants.radius, 2, num=60)
     multiples = torch.logspace(-1, 3, factors, dtype=torch.float64).tolist()
     ranges = []
     for multiple in multiples:
-        found = meta_eigenvalues(logistic_loss, points, support, f, multiple * constants.alpha)
-        ranges.append((float(found.min()), float(found.max())))
+        eigenvalues = meta_eigenvalues(logistic_loss, points, support, f, multiple * constants.alpha)
+        ranges.append((float(eigenvalues.min()), float(eigenvalues.max())))
     return multiples, ranges
 
 
 def domain_points(radius: float, dimension: int, num: int = 100) -> Tensor:
-    """Points of W, |w| <= radius, half of them on its boundary, (num, dimension)."""
+    """Draw points of W, |w| <= radius, half of them on its boundary, (num, dimension)."""
     points = in_ball(rng("theory points", num), num, dimension)
     points[::2] /= (points[::2] ** 2).sum(1, keepdims=True) ** 0.5
     return radius * torch.from_numpy(points)
-
-
-def _least_quadratic(pairs: Pairs, alpha: float) -> float:
-    return float(torch.linalg.eigvalsh(pairs.query.adapted(alpha, support=pairs.support).A).min())

@@ -1,6 +1,6 @@
-"""Families of quadratic tasks that corollary 2 is played on: f_t and f^_t for every round, for several seeds.
+"""Families of quadratic tasks for corollary 2: f_t and f^_t of every round, batched over seeds.
 
-Eigenvalues of A lie in [MU, BETA], minimisers in a ball, so that every family lives on a bounded domain.
+The eigenvalues of A lie in [MU, BETA] and the minimisers in a ball, so every family has a bounded domain.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Pairs(NamedTuple):
     """Tasks as pairs of functions, each with the dimensions (seeds, rounds).
 
     Attributes:
-        query: f, what a round costs.
-        support: f^, what the gradient step is taken on.
+        query: f, the loss of a round.
+        support: f^, the function of the gradient step.
     """
 
     query: Quadratics
@@ -32,82 +32,82 @@ class Pairs(NamedTuple):
 
 
 def draw(family: str, rounds: int, seeds: int, alpha: float = 1 / (2 * BETA)) -> Pairs:
-    """Tasks of a family for several seeds; each depends on its seed and the family alone.
+    """Draw the tasks of a family for the seeds 0 to `seeds` - 1.
 
     Args:
         family: one of `FAMILIES`.
         rounds: T.
-        seeds: how many streams.
+        seeds: the number of streams.
         alpha: the inner step size of the leader that the adversary plays against.
 
     Raises:
-        ValueError: for an unknown family, or T or the number of seeds below 1.
+        ValueError: if the family is unknown, or `rounds` or `seeds` is below 1.
     """
     if family not in FAMILIES:
         raise ValueError(f"no family {family!r}; there are {', '.join(FAMILIES)}")
     if rounds < 1 or seeds < 1:
         raise ValueError(f"rounds (T) and seeds must be at least 1, got {rounds} and {seeds}")
-    drawn = [FAMILIES[family](rounds, seed, alpha) for seed in range(seeds)]
-    return Pairs(*(Quadratics.stack(list(part)) for part in zip(*drawn, strict=True)))
+    per_seed = [FAMILIES[family](rounds, seed, alpha) for seed in range(seeds)]
+    return Pairs(*(Quadratics.stack(list(functions)) for functions in zip(*per_seed, strict=True)))
 
 
 def bowls(draw: np.random.Generator, minimisers: np.ndarray, low: np.ndarray, high: np.ndarray) -> Quadratics:
-    """Quadratics with given minimisers and value 0 there, randomly turned.
+    """Draw randomly rotated quadratics with given minimisers, at which their value is 0.
 
     Args:
-        draw: random numbers.
+        draw: the random generator.
         minimisers: (n, d).
-        low: the smallest eigenvalue of each, (n,).
-        high: the largest, (n,); the others are log-uniform between the two.
+        low: the smallest eigenvalues, (n,).
+        high: the largest eigenvalues, (n,); the others are log-uniform in between.
     """
     num, d = minimisers.shape
     logs = draw.uniform(np.log(low)[:, None], np.log(high)[:, None], (num, d))
     logs[:, 0], logs[:, -1] = np.log(low), np.log(high)
-    turn, _ = np.linalg.qr(draw.standard_normal((num, d, d)))
-    A = (turn * np.exp(logs)[:, None, :]) @ turn.transpose(0, 2, 1)
+    rotation, _ = np.linalg.qr(draw.standard_normal((num, d, d)))
+    A = (rotation * np.exp(logs)[:, None, :]) @ rotation.transpose(0, 2, 1)
     b = -(A @ minimisers[..., None])[..., 0]
     A = (A + A.transpose(0, 2, 1)) / 2
     return quadratics(torch.from_numpy(A), torch.from_numpy(b), torch.from_numpy(-(minimisers * b).sum(1) / 2))
 
 
 def in_ball(draw: np.random.Generator, num: int, d: int = DIMENSION) -> np.ndarray:
-    """Points uniform in the unit ball, (num, d)."""
+    """Draw points uniformly from the unit ball, (num, d)."""
     points = draw.standard_normal((num, d))
     return points * (draw.random(num) ** (1 / d) / np.linalg.norm(points, axis=1))[:, None]
 
 
 def _stationary(rounds: int, seed: int, alpha: float) -> Pairs:
-    """Independent draws; curvature and minimiser are independent too."""
+    """Draw independent tasks, with curvature independent of the minimiser."""
     random = rng("theory stationary", seed)
-    return _exact(bowls(random, 1 + in_ball(random, rounds), *_everywhere(rounds)))
+    return _exact(bowls(random, 1 + in_ball(random, rounds), *_full_range(rounds)))
 
 
 def _drifting(rounds: int, seed: int, alpha: float) -> Pairs:
-    """The centre of the minimisers goes round a circle, 20 times in all."""
+    """Draw tasks whose minimisers have a centre that moves along a circle, 20 turns in all."""
     random = rng("theory drifting", seed)
     angle = 2 * np.pi * np.arange(rounds) * _TURNS / rounds
     centre = np.zeros((rounds, DIMENSION))
     centre[:, 0], centre[:, 1] = np.cos(angle), np.sin(angle)
-    return _exact(bowls(random, 1 + centre + in_ball(random, rounds) / 2, *_everywhere(rounds)))
+    return _exact(bowls(random, 1 + centre + in_ball(random, rounds) / 2, *_full_range(rounds)))
 
 
 def _adversarial(rounds: int, seed: int, alpha: float) -> Pairs:
-    """Each round the world picks, of a pool of tasks, the one on which the meta-leader loses most."""
+    """Select in each round the task on which the meta-leader has the largest loss, from a pool of tasks."""
     random = rng("theory adversarial", seed)
-    pool = bowls(random, 1 + in_ball(random, _POOL), *_everywhere(_POOL))
+    pool = bowls(random, 1 + in_ball(random, _POOL), *_full_range(_POOL))
     meta = pool.adapted(alpha)
     w, A, b = torch.zeros(DIMENSION, dtype=torch.float64), torch.zeros_like(pool.A[0]), torch.zeros_like(pool.b[0])
     chosen = []
-    # The best value of every task after adaptation is 0, at its own minimiser: the excess is the value.
+    # The smallest value of every task after adaptation is 0, so the value is the excess loss.
     for _ in range(rounds):
         chosen.append(int(meta.value(w).argmax()))
         A, b = A + meta.A[chosen[-1]], b + meta.b[chosen[-1]]
         w = -torch.linalg.solve(A, b)
-    return _exact(Quadratics(*(part[chosen] for part in pool)))
+    return _exact(Quadratics(*(values[chosen] for values in pool)))
 
 
 def _correlated(rounds: int, seed: int, alpha: float) -> Pairs:
-    """Every other task is steep and has its minimiser on one side; the flat ones have theirs on the other."""
+    """Alternate steep tasks with minimisers on one side, and flat tasks with minimisers on the other side."""
     random = rng("theory correlated", seed)
     steep = np.arange(rounds) % 2 == 0
     side = np.where(steep, 1.0, -1.0)[:, None] * np.eye(DIMENSION)[0]
@@ -116,12 +116,12 @@ def _correlated(rounds: int, seed: int, alpha: float) -> Pairs:
 
 
 def _few_shot(rounds: int, seed: int, alpha: float) -> Pairs:
-    """Linear regression: f^ is the loss on 20 noisy datapoints, f that on 200 others."""
+    """Draw linear-regression tasks: f^ is the loss on 20 noisy datapoints, f the loss on 200 others."""
     stream = QuadraticStream(tasks=rounds, features=DIMENSION, seed=seed)
     train, test = zip(*((task.train, task.test) for task in map(stream.__getitem__, range(rounds))), strict=True)
     query, support = (
-        linear_regression(torch.stack([batch.x for batch in part]), torch.stack([batch.y[:, 0] for batch in part]))
-        for part in (test, train)
+        linear_regression(torch.stack([b.x for b in batches]), torch.stack([b.y[:, 0] for b in batches]))
+        for batches in (test, train)
     )
     return Pairs(query, support)
 
@@ -130,7 +130,7 @@ def _exact(tasks: Quadratics) -> Pairs:
     return Pairs(tasks, tasks)
 
 
-def _everywhere(num: int) -> tuple[np.ndarray, np.ndarray]:
+def _full_range(num: int) -> tuple[np.ndarray, np.ndarray]:
     return np.full(num, MU), np.full(num, BETA)
 
 

@@ -1,6 +1,6 @@
-"""Figures of the theory: regret against T, joint against MAML minimisers, and where convexity ends.
+"""Figures of the theory: regret against T, joint and MAML minimisers, and the limit of convexity.
 
-Colours are those of Okabe and Ito, told apart by colour-blind readers; line styles tell the curves apart in grey.
+The colours are the colour-blind safe palette of Okabe and Ito. Line styles distinguish the curves in grey.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MARKS = ("o", "s", "^", "D", "v", "P")
 
 
 def save(figure: Figure, out: Path, name: str) -> list[Path]:
-    """Write a figure as PNG and SVG, the same bytes for the same figure."""
+    """Write a figure as PNG and SVG files, which are reproducible byte for byte."""
     paths = [out / f"{name}.png", out / f"{name}.svg"]
     write_drawn(paths[0], lambda file: figure.savefig(file, format="png", dpi=110))
     with matplotlib.rc_context({"svg.hashsalt": name}):
@@ -42,26 +42,25 @@ def save(figure: Figure, out: Path, name: str) -> list[Path]:
 
 
 def regret_figure(simulations: Mapping[str, Simulation]) -> Figure:
-    """Regret against T for every family, with the bounds, and R(2T) - R(T) side by side."""
+    """Plot regret and its bounds against T for every family, and R(2T) - R(T) in a separate panel."""
     rows = -(-(len(simulations) + 1) // 3)
     figure = Figure(figsize=(10.5, 0.9 + 3.2 * rows), layout="constrained")
     axes = figure.subplots(rows, 3, squeeze=False).flatten()
-    highest = 2 * max(float(played.bound[-1]) for played in simulations.values())
-    for ax, (family, played) in zip(axes, simulations.items(), strict=False):
-        # As many points as the eye can tell apart on a log axis.
-        seen = np.unique(np.geomspace(1, len(played.rounds), 200).round().astype(int)) - 1
-        rounds = played.rounds[seen].numpy()
+    highest = 2 * max(float(simulation.bound[-1]) for simulation in simulations.values())
+    for ax, (family, simulation) in zip(axes, simulations.items(), strict=False):
+        # 200 points, evenly spaced on the logarithmic axis.
+        shown = np.unique(np.geomspace(1, len(simulation.rounds), 200).round().astype(int)) - 1
+        rounds = simulation.rounds[shown].numpy()
         for name, (colour, style) in _STYLES.items():
-            regret = played.regret[name][:, seen]
+            regret = simulation.regret[name][:, shown]
             ax.plot(rounds, regret.mean(0), color=colour, linestyle=style, linewidth=2 if name == FTML else 1.5)
             ax.fill_between(rounds, regret.amin(0), regret.amax(0), color=colour, alpha=0.15, linewidth=0)
-        ax.plot(rounds, played.gradient_bound[:, seen].mean(0), color=_GREY, linewidth=1)
-        ax.plot(rounds, played.bound[seen], color=_GREY, linestyle=(0, (6, 2)), linewidth=1)
+        ax.plot(rounds, simulation.gradient_bound[:, shown].mean(0), color=_GREY, linewidth=1)
+        ax.plot(rounds, simulation.bound[shown], color=_GREY, linestyle=(0, (6, 2)), linewidth=1)
         ax.set(title=family, xscale="log", yscale="log", xlabel="T", xlim=(1, rounds[-1]))
         ax.set_ylim(0.3, highest)
-        _plain(ax)
-    last = axes[len(simulations)]
-    _doubling_panel(last, simulations)
+        _style(ax)
+    _doubling_panel(axes[len(simulations)], simulations)
     for ax in axes[len(simulations) + 1 :]:
         ax.set_axis_off()
     for row in range(rows):
@@ -79,7 +78,7 @@ def regret_figure(simulations: Mapping[str, Simulation]) -> Figure:
 
 
 def minimiser_figure() -> Figure:
-    """Three tasks in the plane: joint training's initialisation and MAML's, and where one gradient step takes them."""
+    """Plot three tasks in the plane, with the initialisations of joint training and MAML and their adapted points."""
     tasks, alpha = illustration()
     joint, maml = tasks.mean().minimiser(), tasks.adapted(alpha).mean().minimiser()
     figure = Figure(figsize=(6.4, 6.6), layout="constrained")
@@ -94,7 +93,7 @@ def minimiser_figure() -> Figure:
     )
     centres = tasks.minimiser()
     for i, (colour, label) in enumerate(zip((_GREEN, _ORANGE, _PURPLE), "ABC", strict=True)):
-        task = Quadratics(*(part[i] for part in tasks))
+        task = Quadratics(*(values[i] for values in tasks))
         ax.contour(grid[..., 0], grid[..., 1], task.value(grid), levels=[0.1, 0.35], colors=colour, linewidths=1)
         ax.plot(*centres[i], marker="x", color=colour, markersize=8, markeredgewidth=2)
         ax.annotate(
@@ -123,7 +122,7 @@ def minimiser_figure() -> Figure:
 def convexity_figure(
     multiples: Sequence[float], eigenvalues: Sequence[tuple[float, float]], constants: Constants
 ) -> Figure:
-    """The range of the logistic meta-Hessian's eigenvalues over W against the step size, with Theorem 1's band."""
+    """Plot extreme eigenvalues of the logistic meta-Hessian over W, and Theorem 1's range, against the step size."""
     least, most = np.asarray(eigenvalues).T
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     ax = figure.subplots()
@@ -137,11 +136,11 @@ def convexity_figure(
     ax.plot(multiples, least, color=_BLUE, marker="o", markersize=3.5, label="smallest eigenvalue")
     ax.axhline(0, color="black", linewidth=0.8)
     ax.axvline(1, color=_GREY, linewidth=1, linestyle=":")
-    broken = [multiple for multiple, value in zip(multiples, least, strict=True) if value < 0]
-    if broken:
-        ax.axvline(broken[0], color=_RED, linewidth=1, linestyle=":")
+    nonconvex = [multiple for multiple, value in zip(multiples, least, strict=True) if value < 0]
+    if nonconvex:
+        ax.axvline(nonconvex[0], color=_RED, linewidth=1, linestyle=":")
         ax.annotate(
-            f"not convex from {broken[0]:.0f} times\nthe bound on", (broken[0], -1), xytext=(-8, 0), color=_RED,
+            f"not convex from {nonconvex[0]:.0f} times\nthe bound on", (nonconvex[0], -1), xytext=(-8, 0), color=_RED,
             textcoords="offset points", ha="right", va="center", fontsize=9,
         )  # fmt: skip
     ax.set(
@@ -153,12 +152,12 @@ def convexity_figure(
         yticklabels=["−10", "−1", "−0.1", "0", "0.1", "1", "10"],
     )
     ax.legend(loc="upper left", fontsize=9)
-    _plain(ax)
+    _style(ax)
     return figure
 
 
 def illustration() -> tuple[Quadratics, float]:
-    """Three tasks in the plane, a steep one and two flat ones, and Theorem 1's step size for them."""
+    """Return three tasks in the plane, one steep and two flat, and Theorem 1's step size for them."""
     A = torch.tensor([[[2.0, 0.3], [0.3, 1.4]], [[0.9, -0.2], [-0.2, 0.6]], [[0.5, 0.1], [0.1, 0.8]]]).double()
     centres = torch.tensor([[-1.6, -0.4], [1.9, 1.3], [1.5, -1.5]], dtype=torch.float64)
     b = -(A @ centres[..., None])[..., 0]
@@ -171,8 +170,8 @@ def _doubling_panel(ax: Axes, simulations: Mapping[str, Simulation]) -> None:
         starts, differences = doublings(regret)
         ax.plot(starts, differences, color=colour, linestyle=style, marker=mark, markersize=4, label=label)
 
-    for (family, played), mark in zip(simulations.items(), _MARKS, strict=False):
-        line(played.regret[FTML], f"FTML, {family}", _BLUE, "-", mark)
+    for (family, simulation), mark in zip(simulations.items(), _MARKS, strict=False):
+        line(simulation.regret[FTML], f"FTML, {family}", _BLUE, "-", mark)
     if "correlated" in simulations:
         line(simulations["correlated"].regret[FTL_ADAPTED], "FTL + adaptation,\ncorrelated", _GREEN, "-.", "X")
     starts, _ = doublings(next(iter(simulations.values())).regret[FTML])
@@ -181,10 +180,10 @@ def _doubling_panel(ax: Axes, simulations: Mapping[str, Simulation]) -> None:
     low, high = ax.get_ylim()
     ax.set_ylim(low / 1.5, high * 20)
     ax.legend(fontsize=7.5, loc="upper left", ncols=2, frameon=False, handlelength=1.6, columnspacing=1)
-    _plain(ax)
+    _style(ax)
 
 
-def _plain(ax: Axes) -> None:
+def _style(ax: Axes) -> None:
     ax.grid(True, which="major", color="#DDDDDD", linewidth=0.6)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)

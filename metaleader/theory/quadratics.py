@@ -2,8 +2,8 @@
 
     f(w) = 1/2 w'A w + w'b + c
 
-A gradient step on a quadratic is an affine map, so that the loss after adaptation is again a quadratic: everything that
-is asked of the meta-objective (A-dagger, b-dagger, its minimiser, its value) is asked of `tasks.adapted(alpha)`.
+A gradient step on a quadratic is an affine map, so the loss after adaptation is again a quadratic. The meta-objective,
+with the paper's A-dagger and b-dagger, is `tasks.adapted(alpha).mean()`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from metaleader.gradient.inner import Params
 
 
 class Quadratics(NamedTuple):
-    """Quadratic functions; `quadratics` makes them from arrays, and checks.
+    """Quadratic functions; `quadratics` makes them from arrays and checks them.
 
-    A tuple of tensors, so that the kernel takes it as a batch of tasks: `meta_gradient(quadratic_loss, {"w": w}, tasks,
-    tasks, inner_lr=alpha, inner_steps=1)`.
+    As a tuple of tensors, they are a batch of tasks for `meta_gradient(quadratic_loss, {"w": w}, tasks, tasks,
+    inner_lr=alpha, inner_steps=1)`.
 
     Attributes:
         A: symmetric, (..., d, d).
@@ -33,35 +33,35 @@ class Quadratics(NamedTuple):
     c: Tensor
 
     def value(self, w: Tensor) -> Tensor:
-        """The value of every function at w, (..., d), which broadcasts."""
-        return 0.5 * (w * self._times(w)).sum(-1) + (w * self.b).sum(-1) + self.c
+        """Return the value of every function at w, (..., d), which broadcasts."""
+        return 0.5 * (w * _apply(self.A, w)).sum(-1) + (w * self.b).sum(-1) + self.c
 
     def gradient(self, w: Tensor) -> Tensor:
-        """The gradient of every function at w, (..., d), which broadcasts."""
-        return self._times(w) + self.b
+        """Return the gradient of every function at w, (..., d), which broadcasts."""
+        return _apply(self.A, w) + self.b
 
     def minimiser(self) -> Tensor:
-        """The minimiser -A^-1 b of every function.
+        """Return the minimiser -A^-1 b of every function.
 
         Raises:
-            ValueError: when a matrix is not positive definite.
+            ValueError: if a matrix is not positive definite.
         """
         check_positive_definite(self.A)
         return -torch.linalg.solve(self.A, self.b)
 
     def adapted(self, alpha: float, steps: int = 1, support: Quadratics | None = None) -> Quadratics:
-        """The losses after gradient steps, w -> f(U(w)), which are quadratics too.
+        """Return the losses after gradient steps, w -> f(U(w)), which are quadratics too.
 
-        With one step U(w) = w - alpha (A^ w + b^), where f^ is the function that is stepped on:
+        For one step on f^, U(w) = w - alpha (A^ w + b^) and
 
             A~ = (I - alpha A^) A (I - alpha A^)        b~ = (I - alpha A^) (b - alpha A b^)
 
-        Their means over tasks are A-dagger and b-dagger; for f^ = f, b~ = (I - alpha A)^2 b as in the paper.
+        Their means over tasks are A-dagger and b-dagger. For f^ = f, b~ = (I - alpha A)^2 b as in the paper.
 
         Args:
             alpha: the step size.
-            steps: how many.
-            support: f^, if it is not f itself.
+            steps: the number of steps.
+            support: f^; f if None.
         """
         support = self if support is None else support
         step = torch.eye(self.b.shape[-1], dtype=self.A.dtype) - alpha * support.A
@@ -72,24 +72,21 @@ class Quadratics(NamedTuple):
         return Quadratics((A + A.mT) / 2, _apply(power, self.gradient(shift)), self.value(shift))
 
     def mean(self, dim: int = 0) -> Quadratics:
-        """The mean of the functions along a leading dimension."""
-        return Quadratics(*(part.mean(dim) for part in self))
+        """Return the mean of the functions along a leading dimension."""
+        return Quadratics(*(values.mean(dim) for values in self))
 
     def cumsum(self, dim: int = 0) -> Quadratics:
-        """The sums of the first, the first two, ... functions along a leading dimension."""
-        return Quadratics(*(part.cumsum(dim) for part in self))
-
-    def _times(self, w: Tensor) -> Tensor:
-        return _apply(self.A, w)
+        """Return the cumulative sums of the functions along a leading dimension."""
+        return Quadratics(*(values.cumsum(dim) for values in self))
 
     @staticmethod
-    def stack(parts: list[Quadratics]) -> Quadratics:
-        """Several of one shape, under a new leading dimension."""
-        return Quadratics(*(torch.stack(part) for part in zip(*parts, strict=True)))
+    def stack(functions: list[Quadratics]) -> Quadratics:
+        """Stack functions of the same shape along a new leading dimension."""
+        return Quadratics(*(torch.stack(values) for values in zip(*functions, strict=True)))
 
 
 def quadratics(A: Tensor, b: Tensor, c: Tensor | None = None) -> Quadratics:
-    """Quadratic functions in float64 from their parts.
+    """Return quadratic functions in float64 from their coefficients.
 
     Args:
         A: (..., d, d).
@@ -97,7 +94,7 @@ def quadratics(A: Tensor, b: Tensor, c: Tensor | None = None) -> Quadratics:
         c: (...), zeros if None.
 
     Raises:
-        ValueError: for shapes that do not fit, NaN or infinite values, or a matrix that is not symmetric and positive
+        ValueError: if shapes do not match, values are NaN or infinite, or a matrix is not symmetric and positive
             definite.
 
     >>> quadratics([[2.0, 0.0], [0.0, 1.0]], [-2.0, -3.0]).minimiser()
@@ -110,7 +107,7 @@ def quadratics(A: Tensor, b: Tensor, c: Tensor | None = None) -> Quadratics:
             "a quadratic takes A (..., d, d), b (..., d) and c (...), got"
             f" {tuple(A.shape)}, {tuple(b.shape)} and {tuple(c.shape)}"
         )
-    if not all(bool(torch.isfinite(part).all()) for part in (A, b, c)):
+    if not all(bool(torch.isfinite(values).all()) for values in (A, b, c)):
         raise ValueError("A, b and c must be finite; clean or drop these tasks")
     asymmetry = float((A - A.mT).abs().max())
     if asymmetry > 1e-9 * float(A.abs().max()):
@@ -120,16 +117,16 @@ def quadratics(A: Tensor, b: Tensor, c: Tensor | None = None) -> Quadratics:
 
 
 def linear_regression(x: Tensor, y: Tensor) -> Quadratics:
-    """Least squares f(w) = 1/2 E[(w'x - y)^2] as a quadratic: A = E[x x'], b = -E[x y], c = 1/2 E[y^2].
+    """Return least squares f(w) = 1/2 E[(w'x - y)^2] as a quadratic: A = E[x x'], b = -E[x y], c = 1/2 E[y^2].
 
-    The paper prints b with the other sign, which would put the minimiser at minus the least-squares solution.
+    The paper gives b with the opposite sign, for which the minimiser would be minus the least-squares solution.
 
     Args:
-        x: features, (..., n, d), a constant 1 among them for an offset.
+        x: features, (..., n, d); a constant feature 1 models an offset.
         y: targets, (..., n).
 
     Raises:
-        ValueError: when the features of a task do not span all d dimensions, so that A is not positive definite.
+        ValueError: if the features of a task do not span all d dimensions, so that A is not positive definite.
 
     >>> x, y = torch.tensor([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]]), torch.tensor([3.0, 5.0, 7.0])
     >>> linear_regression(x, y).minimiser().round(decimals=6)
@@ -145,15 +142,15 @@ def linear_regression(x: Tensor, y: Tensor) -> Quadratics:
 
 
 def quadratic_loss(params: Params, task: Quadratics) -> Tensor:
-    """The kernel's `loss_fn` for one quadratic task, `params` being {"w": (d,)}."""
+    """Return the loss of one task, a `loss_fn` for `meta_gradient` with `params` = {"w": (d,)}."""
     return task.value(params["w"])
 
 
 def check_positive_definite(A: Tensor) -> None:
-    """Refuse matrices that are not positive definite: assumption 2 needs mu > 0.
+    """Check that matrices are positive definite; assumption 2 requires mu > 0.
 
     Raises:
-        ValueError: which names the smallest eigenvalue.
+        ValueError: if one is not; the message gives the smallest eigenvalue.
     """
     eigenvalues = torch.linalg.eigvalsh(A)
     if not bool((eigenvalues[..., 0] > 1e-14 * eigenvalues[..., -1].abs()).all()):

@@ -103,7 +103,7 @@ def test_regret_checks_fail_for_other_learners(simulations):
         return [check.claim for check in regret_checks({"correlated": changed}) if not check.passed]
 
     assert any("FTML, growth" in claim for claim in failures(swap(played, FTML, FTL_ADAPTED)))
-    assert any("two ways" in claim for claim in failures(swap(played, FTML, FTL_ADAPTED)))
+    assert any("telescoped" in claim for claim in failures(swap(played, FTML, FTL_ADAPTED)))
     assert any("streaming, growth" in claim for claim in failures(swap(played, STREAMING, FTL)))
     assert any("without adaptation" in claim for claim in failures(swap(played, FTL, FTML)))
     assert any("with adaptation, growth" in claim for claim in failures(swap(played, FTL_ADAPTED, FTML)))
@@ -116,7 +116,7 @@ def test_regret_checks_fail_for_other_learners(simulations):
 
 
 def test_a_leader_that_looks_ahead_is_caught(monkeypatch):
-    monkeypatch.setattr(online_module, "_before", lambda leaders: leaders)
+    monkeypatch.setattr(online_module, "_delayed", lambda leaders: leaders)
     played = simulate(draw("stationary", 200, 2))
     assert any(not check.passed for check in regret_checks({"stationary": played}))
 
