@@ -1,4 +1,4 @@
-"""The calls that a learner is checked with: those of a short play, and data that it must refuse or never see."""
+"""Inputs for the learner checks: the calls of a short play, invalid data, and altered test data."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from metaleader.learners import Learner
 from metaleader.tasks import Batch, Task, num_rows, rows
 
 Call = Callable[[Learner], None]
-# What arrives at once: datapoints, and for n-way tasks their ids.
+# Datapoints that are revealed together, and their ids for n-way tasks.
 Reveal = tuple[Batch, Tensor | None]
 
-# How much of a stream a learner is shown: enough to have a past, and to be stopped in the middle of a round.
+# Two rounds of two reveals: enough for earlier tasks, and for an interruption within a round.
 _ROUNDS, REVEALS, REVEAL = 2, 2, 10
 
 
 def play_calls(stream: Stream) -> Iterator[Call]:
-    """The calls of a short play, one by one: begin, observe, observe, begin, ..."""
+    """Yield the calls of a short play: begin, observe, observe, begin, ..."""
     for t in range(num_rounds(stream)):
         yield from round_calls(stream[t])
 
 
 def round_calls(task: Task) -> Iterator[Call]:
-    """The calls of a round: begin, observe, observe."""
+    """Yield the calls of a round: begin, observe, observe."""
     yield lambda learner: _begin(learner, task)
     for reveal in reveals(task):
         yield lambda learner, reveal=reveal: observe(learner, reveal)
 
 
 def _begin(learner: Learner, task: Task) -> None:
-    # A learner of the user's own need not know of classes and ids.
+    # A user's learner need not accept `classes` and `ids`.
     learner.begin(task.name, **({} if task.classes is None else {"classes": task.classes}))
 
 
@@ -46,32 +46,32 @@ def observe(learner: Learner, reveal: Reveal, update: bool = True) -> None:
 
 
 def num_rounds(stream: Stream) -> int:
-    """How many rounds of the stream are played."""
+    """Return the number of rounds to play."""
     require(len(stream) >= _ROUNDS, f"the checks need a stream of at least {_ROUNDS} tasks, got {len(stream)}")
     return _ROUNDS
 
 
 def reveals(task: Task) -> Iterator[Reveal]:
-    """What is revealed of a task."""
+    """Yield the reveals of a task."""
     total = num_rows(task.train)
     size = max(1, min(REVEAL, total // REVEALS))
     for first in range(0, min(total, REVEALS * size), size):
-        part = slice(first, first + size)
-        yield rows(task.train, part), None if task.ids is None else task.ids[part]
+        index = slice(first, first + size)
+        yield rows(task.train, index), None if task.ids is None else task.ids[index]
 
 
-def fed(learner: Learner, calls: Iterable[Call]) -> Learner:
-    """The learner after the calls."""
+def apply_calls(learner: Learner, calls: Iterable[Call]) -> Learner:
+    """Make the calls on a learner, and return it."""
     for call in calls:
         call(learner)
     return learner
 
 
 def bad_reveals(task: Task) -> Iterator[tuple[Reveal, str]]:
-    """Reveals that a learner must refuse in this task, each with what is wrong with it."""
+    """Yield reveals that a learner must refuse in this task, with a description of the error."""
     good, ids = next(reveals(task))
-    for bad, what in _bad_batches(good):
-        yield (bad, None if ids is None else ids[: num_rows(bad.x)]), what
+    for bad, description in _bad_batches(good):
+        yield (bad, None if ids is None else ids[: num_rows(bad.x)]), description
     if task.classes is not None:
         yield (good._replace(y=torch.full_like(good.y, len(task.classes))), ids), "a label beyond the classes"
     if ids is not None:
@@ -82,9 +82,9 @@ def bad_reveals(task: Task) -> Iterator[tuple[Reveal, str]]:
 def _bad_batches(good: Batch) -> Iterator[tuple[Batch, str]]:
     yield rows(good, slice(0, 0)), "an empty batch"
     yield Batch(good.x, rows(good.y, slice(0, num_rows(good) - 1))), "fewer targets than inputs"
-    # Of two: one more of size one may well be right, as for a network that begins with nn.Flatten.
-    twice = tree_map(lambda leaf: torch.stack([leaf, leaf], -1), good.x)
-    yield Batch(twice, good.y), "inputs with a dimension too many"
+    # The extra dimension has size two: size one may be valid, as for a network that begins with nn.Flatten.
+    doubled = tree_map(lambda leaf: torch.stack([leaf, leaf], -1), good.x)
+    yield Batch(doubled, good.y), "inputs with an extra dimension"
     for name in ("x", "y"):
         if all(leaf.is_floating_point() for leaf in tree_leaves(getattr(good, name))):
             for value in (float("nan"), float("inf")):
@@ -93,7 +93,7 @@ def _bad_batches(good: Batch) -> Iterator[tuple[Batch, str]]:
 
 
 def garbage(batch: Batch) -> Batch:
-    """Other datapoints of the same shapes: the inputs are noise, the targets in another order (labels stay labels)."""
+    """Return a batch of the same shapes, with noise as inputs and the targets in random order."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         order = torch.randperm(num_rows(batch))

@@ -1,4 +1,4 @@
-"""What every stream must satisfy."""
+"""Requirements on streams."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from metaleader.checks.trees import bits, copied, require, require_equal
+from metaleader.checks.trees import bits, clone, require, require_equal
 from metaleader.tasks import Batch, Task, TaskStream, check_alike, check_batch, to_device
 
 Stream = TaskStream | Sequence[Task]
 
-# The rounds of a stream that are asked for again.
-_ASKED_AGAIN = 8
+# The number of rounds that are read repeatedly.
+_REREAD = 8
 
 
 def check_stream(stream: Stream) -> None:
     """Run all of `STREAM_CHECKS`.
 
     Raises:
-        AssertionError: at the first check that fails.
+        AssertionError: if a check fails.
 
     >>> from metaleader.streams import SinusoidStream
     >>> check_stream(SinusoidStream(tasks=3))
@@ -30,8 +30,8 @@ def check_stream(stream: Stream) -> None:
         check(stream)
 
 
-def length_is_known(stream: Stream) -> None:
-    """`len(stream)` is the number of tasks, an IndexError lies beyond it, and plain iteration ends there."""
+def length_matches_iteration(stream: Stream) -> None:
+    """`len(stream)` is the number of tasks: a larger index raises an IndexError, and iteration ends there."""
     length = len(stream)
     require(length >= 1, "the stream has no tasks")
     try:
@@ -39,52 +39,53 @@ def length_is_known(stream: Stream) -> None:
     except IndexError:
         pass
     else:
-        raise AssertionError(f"stream[{length}] of a stream of {length} tasks gave a task; raise an IndexError")
-    found = sum(1 for _ in stream)  # pyright: ignore[reportGeneralTypeIssues]
-    require(found == length, f"len(stream) is {length}, iteration gave {found} tasks")
+        raise AssertionError(f"stream[{length}] of a stream of {length} tasks returned a task; raise an IndexError")
+    num_tasks = sum(1 for _ in stream)  # pyright: ignore[reportGeneralTypeIssues]
+    require(num_tasks == length, f"len(stream) is {length}, iteration gave {num_tasks} tasks")
 
 
 def tasks_are_valid(stream: Stream) -> None:
-    """Every entry is a Task with a text for a name and finite datapoints, all of one shape and dtype."""
+    """Every item is a Task with a string as name and finite datapoints; all tasks have the same shapes and dtypes."""
     first = stream[0].train if isinstance(stream[0], Task) else None
     for t in range(len(stream)):
         task: Any = stream[t]
         require(isinstance(task, Task), f"stream[{t}] is a {type(task).__name__}, not a Task")
-        require(isinstance(task.name, str), f"stream[{t}].name is {task.name!r}, not text")
+        require(isinstance(task.name, str), f"stream[{t}].name is {task.name!r}, not a string")
         assert first is not None
-        for part in ("train", "test"):
+        for split in ("train", "test"):
+            where = f"stream[{t}].{split}"
             try:
-                check_alike(check_batch(getattr(task, part), f"stream[{t}].{part}"), first, f"stream[{t}].{part}")
+                check_alike(check_batch(getattr(task, split), where), first, where)
             except ValueError as error:
                 raise AssertionError(str(error)) from error
 
 
 def tasks_stay_the_same(stream: Stream) -> None:
-    """`stream[t]` is the same task whenever it is asked for, in whatever order."""
+    """`stream[t]` is the same task at every access, in any order of accesses."""
     length = len(stream)
-    asked = sorted({t * (length - 1) // (_ASKED_AGAIN - 1) for t in range(_ASKED_AGAIN)})
-    first = {t: copied(_parts(stream[t])) for t in asked}
-    for t in [*reversed(asked), *asked]:
-        require_equal(first[t], _parts(stream[t]), f"stream[{t}] differs when asked again")
+    rounds = sorted({t * (length - 1) // (_REREAD - 1) for t in range(_REREAD)})
+    first = {t: clone(_fields(stream[t])) for t in rounds}
+    for t in [*reversed(rounds), *rounds]:
+        require_equal(first[t], _fields(stream[t]), f"stream[{t}] differs at a later access")
 
 
 def train_and_test_are_disjoint(stream: Stream) -> None:
-    """No datapoint of a task's training data is in its test data, as far as equal rows show."""
+    """No row of a task's training data equals a row of its test data."""
     for t in range(len(stream)):
         task = stream[t]
         shared = set(_row_bytes(task.train)) & set(_row_bytes(task.test))
-        require(not shared, f"stream[{t}]: {len(shared)} datapoints of train are in test too")
+        require(not shared, f"stream[{t}]: {len(shared)} datapoints of train are also in test")
 
 
 STREAM_CHECKS: tuple[Callable[[Stream], None], ...] = (
-    length_is_known,
+    length_matches_iteration,
     tasks_are_valid,
     tasks_stay_the_same,
     train_and_test_are_disjoint,
 )
 
 
-def _parts(task: Task) -> dict[str, Any]:
+def _fields(task: Task) -> dict[str, Any]:
     return {"name": task.name, "train": task.train, "test": task.test, "classes": task.classes, "ids": task.ids}
 
 

@@ -11,6 +11,8 @@ from torch import nn
 
 import metaleader as ml
 from metaleader import checks
+from metaleader.checks import learners as learner_checks
+from metaleader.checks import streams as stream_checks
 from metaleader.tasks import rng
 
 SMALL: Any = {"meta_steps": 1, "tasks_per_step": 2, "query": 2, "seed": 3}
@@ -238,18 +240,18 @@ class LearnsFromTheTest(ml.FTML):
 
 
 BROKEN = [
-    (AdaptTrains, checks.adapt_leaves_the_learner),
-    (GlobalRandomness, checks.same_seed_same_results),
-    (CountsQuestions, checks.asking_changes_nothing),
-    (ForgetsStep, checks.state_dict_continues),
-    (SavesSingle, checks.save_continues),
-    (AdaptsOnThePast, checks.adapt_before_data_is_the_initialisation),
-    (AlwaysUpdates, checks.observe_without_update_only_keeps),
-    (NeverUpdates, checks.observe_without_update_only_keeps),
-    (LearnsBeforeItLooks, checks.refused_data_changes_nothing),
-    (RefusesNothing, checks.refused_data_changes_nothing),
-    (FailsOtherwise, checks.refused_data_changes_nothing),
-    (LearnsFromTheTest, checks.held_out_data_is_untouched),
+    (AdaptTrains, learner_checks.adapt_leaves_the_learner),
+    (GlobalRandomness, learner_checks.same_seed_same_results),
+    (CountsQuestions, learner_checks.queries_change_nothing),
+    (ForgetsStep, learner_checks.state_dict_continues),
+    (SavesSingle, learner_checks.save_continues),
+    (AdaptsOnThePast, learner_checks.adapt_before_data_is_the_initialisation),
+    (AlwaysUpdates, learner_checks.observe_without_update_only_stores),
+    (NeverUpdates, learner_checks.observe_without_update_only_stores),
+    (LearnsBeforeItLooks, learner_checks.refused_data_changes_nothing),
+    (RefusesNothing, learner_checks.refused_data_changes_nothing),
+    (FailsOtherwise, learner_checks.refused_data_changes_nothing),
+    (LearnsFromTheTest, learner_checks.held_out_data_is_untouched),
 ]
 
 
@@ -265,9 +267,9 @@ def test_a_setting_that_is_lost_in_the_file() -> None:
             self.kept = keep
 
     make = functools.partial(Keeps, lambda: ml.models.mlp(1, 1), ml.losses.squared_error, **INNER, **SMALL)
-    checks.save_continues(make, SINUSOIDS)
-    with pytest.raises(AssertionError, match=r"kept of the learner that was loaded differ: does it keep them"):
-        checks.save_continues(lambda: make(keep=4), SINUSOIDS)
+    learner_checks.save_continues(make, SINUSOIDS)
+    with pytest.raises(AssertionError, match=r"kept of the loaded learner differ: store each argument"):
+        learner_checks.save_continues(lambda: make(keep=4), SINUSOIDS)
 
 
 @pytest.mark.parametrize(("learner", "check"), BROKEN, ids=[broken.__name__ for broken, _ in BROKEN])
@@ -309,9 +311,9 @@ class TakesTasksOfBothKinds(ml.FTML):
 
 
 BROKEN_N_WAY = [
-    (DropsIds, checks.refused_data_changes_nothing, "fewer ids than datapoints: not refused"),
-    (ForgetsIds, checks.state_dict_continues, "continuing differs"),
-    (TakesTasksOfBothKinds, checks.refused_data_changes_nothing, "a task without classes .*: not refused"),
+    (DropsIds, learner_checks.refused_data_changes_nothing, "fewer ids than datapoints: not refused"),
+    (ForgetsIds, learner_checks.state_dict_continues, "continuing differs"),
+    (TakesTasksOfBothKinds, learner_checks.refused_data_changes_nothing, "a task without classes .*: not refused"),
 ]
 
 
@@ -393,14 +395,14 @@ class Leaky(Sinusoids):
 
 
 BROKEN_STREAMS = [
-    (Empty, checks.length_is_known, "no tasks"),
-    (Endless, checks.length_is_known, "IndexError"),
-    (Longer, checks.length_is_known, "iteration gave 3"),
-    (Pairs, checks.tasks_are_valid, "Batch, not a Task"),
-    (Numbered, checks.tasks_are_valid, "not text"),
-    (Wider, checks.tasks_are_valid, "rows of"),
-    (Restless, checks.tasks_stay_the_same, "train/1"),
-    (Leaky, checks.train_and_test_are_disjoint, "1 datapoints"),
+    (Empty, stream_checks.length_matches_iteration, "no tasks"),
+    (Endless, stream_checks.length_matches_iteration, "IndexError"),
+    (Longer, stream_checks.length_matches_iteration, "iteration gave 3"),
+    (Pairs, stream_checks.tasks_are_valid, "Batch, not a Task"),
+    (Numbered, stream_checks.tasks_are_valid, "not a string"),
+    (Wider, stream_checks.tasks_are_valid, "rows of"),
+    (Restless, stream_checks.tasks_stay_the_same, "train/1"),
+    (Leaky, stream_checks.train_and_test_are_disjoint, "1 datapoints"),
 ]
 
 
