@@ -1,4 +1,4 @@
-"""Losses: each takes (prediction, target) and returns one value a datapoint. A learner averages them."""
+"""Losses: functions of (prediction, target) that return one value per datapoint, which a learner averages."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# (prediction, target) -> one value a datapoint, or a scalar
+# (prediction, target) -> one value per datapoint, or a scalar
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def cross_entropy(prediction: Tensor, target: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of integer labels, in nats, with label smoothing.
+    """Return the cross-entropy of integer labels, in nats, with label smoothing.
 
     Args:
         prediction: logits, (N, classes).
         target: labels, (N,), of any integer dtype.
-        smoothing: the probability spread evenly over all classes; the paper uses 0.1 in training.
+        smoothing: the probability that is spread evenly over all classes; the paper trains with 0.1.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
     tensor([1.3863, 1.3863])
@@ -30,21 +30,21 @@ def cross_entropy(prediction: Tensor, target: Tensor, smoothing: float = 0.0) ->
         )
     if target.is_floating_point() or target.dtype == torch.bool:
         raise ValueError(f"cross_entropy takes integer labels, got {target.dtype}; convert with y.long()")
-    logs = torch.log_softmax(prediction, -1)
+    log_probabilities = torch.log_softmax(prediction, -1)
     if torch.compiler.is_compiling():
-        # The derivative of a gather is a scatter, which no compiler fuses with what is around it. A gather fails for a
-        # label out of range; here its loss is not a number.
-        labels = target.long()
-        own = labels[:, None] == torch.arange(logs.shape[1], device=logs.device)
-        known = (labels >= 0) & (labels < logs.shape[1])
-        picked = torch.where(known, torch.where(own, logs, 0.0).sum(1), torch.nan)
+        # The derivative of a gather is a scatter, which the compiler does not fuse with other operations. A gather
+        # raises an error for a label out of range; here the loss is NaN.
+        labels, classes = target.long(), log_probabilities.shape[1]
+        is_label = labels[:, None] == torch.arange(classes, device=prediction.device)
+        in_range = (labels >= 0) & (labels < classes)
+        selected = torch.where(in_range, torch.where(is_label, log_probabilities, 0.0).sum(1), torch.nan)
     else:
-        picked = logs.gather(1, target.long()[:, None]).squeeze(1)
-    return -(1 - smoothing) * picked - smoothing * logs.mean(-1) if smoothing else -picked
+        selected = log_probabilities.gather(1, target.long()[:, None]).squeeze(1)
+    return -(1 - smoothing) * selected - smoothing * log_probabilities.mean(-1) if smoothing else -selected
 
 
 def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """Squared error, averaged over the outputs of a datapoint.
+    """Return the squared error, averaged over the outputs of each datapoint.
 
     >>> squared_error(torch.zeros(1, 2), torch.tensor([[1.0, 3.0]]))
     tensor([5.])
@@ -58,10 +58,10 @@ def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def unsmoothed(loss: Loss) -> Loss:
-    """The loss to report: cross-entropy without its label smoothing, any other loss as it is."""
+    """Return the loss to report: cross-entropy without label smoothing, or any other loss unchanged."""
     return cross_entropy if takes_labels(loss) else loss
 
 
 def takes_labels(loss: Loss) -> bool:
-    """Whether a loss is `cross_entropy`, also through `functools.partial`."""
+    """Return whether a loss is `cross_entropy`, possibly in a `functools.partial`."""
     return (loss.func if isinstance(loss, functools.partial) else loss) is cross_entropy

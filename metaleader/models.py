@@ -1,6 +1,6 @@
-"""The paper's networks, and an MLP: plain `torch.nn` modules whose last layer is called `head`.
+"""The paper's networks and an MLP: plain `torch.nn` modules with a last layer named `head`.
 
-Batch norm uses the statistics of the current batch, always, as in MAML: a batch holds one task only.
+Batch norm always uses the statistics of the current batch, as in MAML: a batch has datapoints of a single task.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def mlp(inputs: int, outputs: int, hidden: Sequence[int] = (40, 40)) -> nn.Module:
-    """A multilayer perceptron with ReLU.
+    """Return a multilayer perceptron with ReLU.
 
     >>> mlp(1, 1)(torch.zeros(7, 1)).shape
     torch.Size([7, 1])
@@ -27,9 +27,10 @@ def mlp(inputs: int, outputs: int, hidden: Sequence[int] = (40, 40)) -> nn.Modul
 
 
 def conv_net(classes: int, image_size: int = 28, channels: int = 3, filters: int = 32, layers: int = 5) -> nn.Module:
-    """The paper's network for Rainbow MNIST and CIFAR-100: 3x3 convolutions of stride 2 with batch norm and ReLU.
+    """Return the paper's network for Rainbow MNIST and CIFAR-100: 3x3 convolutions with batch norm and ReLU.
 
-    Images of 28x28 shrink as 28, 14, 7, 4, 2, 1. The convolutions have no bias: batch norm would cancel it.
+    With stride 2, images of 28x28 have the sizes 28, 14, 7, 4, 2, 1. Batch norm cancels a bias, so convolutions have
+    none.
 
     >>> conv_net(10)(torch.zeros(4, 3, 28, 28)).shape
     torch.Size([4, 10])
@@ -51,9 +52,10 @@ def pose_net(
     hidden: Sequence[int] = (200, 200),
     dense_norm: bool = True,
 ) -> nn.Module:
-    """The paper's network for pose: 5x5 convolutions, spatial soft-argmax, dense layers, batch norm and ReLU on all.
+    """Return the paper's network for pose: 5x5 convolutions, spatial soft-argmax and dense layers.
 
-    With `dense_norm=False` the dense layers have no batch norm, as in the authors' code.
+    All hidden layers have ReLU and batch norm; with `dense_norm=False` the dense layers have no batch norm, as in the
+    authors' code.
 
     >>> pose_net()(torch.zeros(4, 3, 64, 64)).shape
     torch.Size([4, 4])
@@ -72,10 +74,10 @@ def pose_net(
 
 
 class SoftArgmax(nn.Module):
-    """Spatial soft-argmax: each feature map (N, C, H, W) becomes its expected position, (N, 2 C) in [-1, 1]."""
+    """Spatial soft-argmax: maps feature maps (N, C, H, W) to their expected positions (N, 2 C) in [-1, 1]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the expected x of every channel, then the expected y."""
+        """Return the expected x of all channels, followed by the expected y."""
         height, width = x.shape[-2:]
         weights = torch.softmax(x.flatten(-2), -1).unflatten(-1, (height, width))
         across = torch.linspace(-1, 1, width, dtype=x.dtype, device=x.device)
@@ -84,10 +86,10 @@ class SoftArgmax(nn.Module):
 
 
 class TaskLogits(nn.Module):
-    """The last layer of a net with an output for each global class: the logits of the task's classes, by its labels.
+    """The last layer of a net with one output per global class; it selects the logits of the task's classes.
 
-    A task that is begun with `begin(name, classes=...)` has its labels shuffled; with this layer all that is learned of
-    a class serves every task that shows it. Where a task names no classes, all logits pass.
+    The labels of a task are positions in the `classes` of `begin(name, classes=...)`. This layer maps them to global
+    classes, so that all tasks with a class share its output. Without `classes`, it returns all logits.
 
     >>> TaskLogits(3)(torch.tensor([[1.0, 2.0, 3.0]]))
     tensor([[1., 2., 3.]])
@@ -101,7 +103,7 @@ class TaskLogits(nn.Module):
         self.register_buffer("classes", torch.arange(num_classes), persistent=False)
 
     def forward(self, logits: Tensor) -> Tensor:
-        """Choose from (N, classes) the columns of the task's classes, in the order of its labels."""
+        """Select the columns of the task's classes from (N, classes), in the order of its labels."""
         return logits.gather(1, self.classes.expand(len(logits), -1))
 
 

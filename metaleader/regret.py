@@ -1,10 +1,9 @@
-"""Regret of a run: what a learner lost over the rounds against the best initialisation in hindsight (Eq. 3).
+"""Regret of a run: a learner's excess loss over the best initialisation in hindsight (Eq. 3).
 
     R(T) = sum over t <= T of f_t(U_t(w_t)) - min over w of sum over t <= T of f_t(U_t(w))
 
-The first sum is what `play(..., regret=True)` recorded. For nets the minimum can only be estimated, by a value above
-it: a comparator that has not converged is too weak, and makes the regret too small. For quadratics `metaleader.theory`
-has both terms exactly.
+`play(..., regret=True)` records the first sum. For nets, the minimum is estimated by optimisation, which gives an upper
+bound on it and therefore a lower bound on the regret. For quadratics, `metaleader.theory` computes both terms exactly.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ from metaleader.losses import Loss, unsmoothed
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
 
-# What a comparator is optimised by, in turn: full-batch Adam of three step sizes, then L-BFGS, which alone gets stuck
-# on nets with ReLU. Each runs in blocks of steps for as long as a block gains something.
+# The optimisers of a pass: full-batch Adam with three step sizes, then L-BFGS, which alone gets stuck on ReLU nets.
+# Each runs in blocks of steps until a block brings too little improvement.
 _ADAM, _ADAM_STEPS, _LBFGS_STEPS = (1e-2, 1e-3, 1e-4), 100, 25
 
 
 class UnconvergedWarning(UserWarning):
-    """The hindsight comparator has not converged: regret against it is too small."""
+    """The hindsight comparator has not converged, so the regret is underestimated."""
 
 
 @dataclass(frozen=True)
 class Hindsight:
-    """An estimate of the best initialisation in hindsight, and what it loses in each round.
+    """An estimate of the best initialisation in hindsight, and its loss in each round.
 
     Attributes:
         params: the initialisation.
         losses: f_t(U_t(params)) for every round, (T,).
-        datapoints: the size of D_t that was adapted on.
-        data: what it was optimised on, in words.
+        datapoints: the size of D_t, on which the initialisation is adapted.
+        data: a description of the data that was optimised on.
         converged: whether the criterion of `hindsight` was met.
-        last_gain: the part of the mean loss that the last pass over all optimisers took off.
-        gradient_norm: of the mean loss, at `params`.
-        evaluations: of the meta-gradient over all tasks.
+        last_gain: the relative decrease of the mean loss in the last pass over the optimisers.
+        gradient_norm: the norm of the gradient of the mean loss at `params`.
+        evaluations: the number of evaluations of the meta-gradient.
     """
 
     params: Params
@@ -78,30 +77,32 @@ def hindsight(
     chunk: int | None = None,
     device: str | torch.device = "cpu",
 ) -> Hindsight:
-    """Minimise the sum of the losses that the regret protocol measures, over all rounds at once.
+    """Minimise the sum over all rounds of the losses that the regret protocol measures.
 
-    Every task is adapted on the first `datapoints` of its training data and measured on its held-out data, as in the
-    records; this is the one place that optimises on held-out data, because the comparator of Eq. 3 does. All tasks at
-    once, dropout off. Converged: a pass over Adam with step sizes 0.01, 0.001 and 0.0001 and L-BFGS, each begun afresh
-    and run for as long as it gains, lowers the mean loss by less than `tolerance` of itself.
+    Each task is adapted on the first `datapoints` of its training data and measured on its held-out data, as in the
+    records. No other function optimises on held-out data; the comparator of Eq. 3 requires it. Dropout is off.
+
+    The optimisation makes passes over Adam with step sizes 0.01, 0.001 and 0.0001 and L-BFGS, each restarted and run
+    while it improves the mean loss. It has converged when a pass lowers the mean loss by a fraction of at most
+    `tolerance`.
 
     Args:
         model: an `nn.Module`, or a function that builds one.
-        loss: the loss that is adapted with; it is measured without label smoothing.
+        loss: the loss for the adaptation; the measurement omits label smoothing.
         stream: the tasks that were played.
         datapoints: the size of D_t; all training data if None.
         inner_lr: the step size of the adaptation.
         inner_steps: the number of steps of the adaptation.
-        only: which parameters move in the adaptation.
-        start: where to begin; the model's own weights if None. A learner's final `params` are a good place.
-        rounds: use only the first of the stream: the comparator for R(rounds).
-        tolerance: of the criterion.
-        max_evaluations: of the meta-gradient, after which to stop unconverged.
-        chunk: how many tasks are held at a time.
-        device: where to compute.
+        only: the parameters to adapt: None for all, "last" for the last layer, or a name pattern such as "head.*".
+        start: the initial parameters, such as a learner's final `params`; the model's weights if None.
+        rounds: the number of rounds T in R(T); the whole stream if None.
+        tolerance: the tolerance of the convergence criterion.
+        max_evaluations: the number of meta-gradients after which to stop without convergence.
+        chunk: the number of tasks in memory at a time.
+        device: the device to compute on.
 
     Warns:
-        UnconvergedWarning: when the criterion was not met.
+        UnconvergedWarning: if the criterion is not met.
     """
     num_rounds = len(stream) if rounds is None else rounds
     if not 1 <= num_rounds <= len(stream):
@@ -112,14 +113,14 @@ def hindsight(
         )
     played = [stream[t] for t in range(num_rounds)]
     support, query = _stacked(played, datapoints, device)
-    size, held_out = (tree_leaves(part.y)[0].shape[1] for part in (support, query))
+    size, held_out = (tree_leaves(batch.y)[0].shape[1] for batch in (support, query))
     network = Network(initial_module(model, 0, 0), loss)
     network.module.to(device)
     metric = unsmoothed(loss)
 
-    def loss_fn(params: Params, part: tuple[Any, ...]) -> Tensor:
-        # Adapted with the learner's loss, measured with the unsmoothed one: the flag says which.
-        batch, measured, *classes = part
+    def loss_fn(params: Params, task: tuple[Any, ...]) -> Tensor:
+        # The flag `measured` selects between the unsmoothed loss and the loss of the adaptation.
+        batch, measured, *classes = task
         prediction = network.predict(params, batch.x, None, *classes)
         return torch.where(measured, metric(prediction, batch.y).mean(), loss(prediction, batch.y).mean())
 
@@ -131,67 +132,62 @@ def hindsight(
     def objective(params: Params) -> tuple[Tensor, Params]:
         return meta_gradient(loss_fn, params, *tasks, inner_lr, inner_steps, chunk=chunk, only=only)
 
-    own = network.params()
-    if start is not None and start.keys() != own.keys():
-        raise ValueError(f"start has {sorted(start)}, the model has {sorted(own)}; pass params of the same model")
-    begin = own if start is None else to_device(dict(start), device)
-    found = _minimise(objective, begin, tolerance, max_evaluations)
+    initial = network.params()
+    if start is not None:
+        if start.keys() != initial.keys():
+            raise ValueError(
+                f"start has {sorted(start)}, the model has {sorted(initial)}; pass params of the same model"
+            )
+        initial = to_device(dict(start), device)
+    minimum = _minimise(objective, initial, tolerance, max_evaluations)
 
-    def one_loss(support: Any, query: Any) -> Tensor:
-        return loss_fn(adapt(loss_fn, found.params, support, inner_lr, inner_steps, only=only), query)
+    def adapted_loss(support: Any, query: Any) -> Tensor:
+        return loss_fn(adapt(loss_fn, minimum.params, support, inner_lr, inner_steps, only=only), query)
 
     with torch.no_grad():
-        losses = vmap(one_loss, chunk_size=chunk)(*tasks).double().cpu().numpy()
-    if not found.converged:
+        losses = vmap(adapted_loss, chunk_size=chunk)(*tasks).double().cpu().numpy()
+    if not minimum.converged:
         warnings.warn(
-            f"the hindsight comparator has not converged after {found.evaluations} meta-gradients (tolerance"
-            f" {tolerance:.2%}): regret against it is too small; raise max_evaluations, or start from a learner's"
+            f"the hindsight comparator has not converged after {minimum.evaluations} meta-gradients (tolerance"
+            f" {tolerance:.2%}), so the regret is underestimated; raise max_evaluations, or start from a learner's"
             " params",
             UnconvergedWarning,
             stacklevel=2,
         )
-    return Hindsight(
-        params=found.params,
-        losses=losses,
-        datapoints=size,
-        data=f"{num_rounds} tasks, adapted on {size} datapoints, measured on {held_out} held-out ones",
-        converged=found.converged,
-        last_gain=found.last_gain,
-        gradient_norm=found.gradient_norm,
-        evaluations=found.evaluations,
-    )
+    data = f"{num_rounds} tasks, adapted on {size} datapoints, measured on {held_out} held-out ones"
+    return Hindsight(losses=losses, datapoints=size, data=data, **vars(minimum))
 
 
 def cumulative_regret(records: Iterable[Record], comparator: Hindsight) -> np.ndarray:
-    """The regret after each round against one comparator: an estimate, from below.
+    """Return the regret after each round against one comparator, a lower bound.
 
-    The last value estimates R(T) of Eq. 3. The values before compare with the same initialisation, the best for all T
-    rounds, not with the best for the rounds so far; for R at an earlier T, make a comparator with `rounds`.
+    The last value estimates R(T) of Eq. 3. The earlier values use the same comparator, which is optimised for all T
+    rounds. To estimate R at an earlier T, make a comparator with `rounds`.
 
     Args:
-        records: of `play(..., regret=True)`, those with as many datapoints as the comparator adapts on are used.
-        comparator: of the same stream.
+        records: the records of `play(..., regret=True)`; those at the comparator's number of datapoints are used.
+        comparator: a comparator for the same stream.
 
     Raises:
-        ValueError: for records of another protocol, or that do not cover the comparator's rounds once each.
+        ValueError: if the records are of another protocol, or do not cover the comparator's rounds once each.
     """
-    chosen = [record for record in records if record.datapoints == comparator.datapoints]
-    if any(record.protocol != "regret" for record in chosen):
+    selected = [record for record in records if record.datapoints == comparator.datapoints]
+    if any(record.protocol != "regret" for record in selected):
         raise ValueError(
-            "these records are of the online protocol, whose learner had trained on the task it was measured on;"
+            "these records are of the online protocol, which measures a learner on a task that it has trained on;"
             " play with regret=True"
         )
     num_rounds = len(comparator.losses)
-    if [record.round for record in chosen] != list(range(num_rounds)):
+    if [record.round for record in selected] != list(range(num_rounds)):
         raise ValueError(
             f"the comparator has rounds 0..{num_rounds - 1}, measured at {comparator.datapoints} datapoints; the"
-            f" records have {len(chosen)} such measurements"
+            f" records have {len(selected)} such measurements"
         )
-    return np.cumsum([record.loss for record in chosen] - comparator.losses)
+    return np.cumsum([record.loss for record in selected] - comparator.losses)
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Minimum:
     params: Params
     converged: bool
     last_gain: float
@@ -202,8 +198,8 @@ class _Found:
 @torch.no_grad()
 def _minimise(
     objective: Callable[[Params], tuple[Tensor, Params]], start: Params, tolerance: float, max_evaluations: int
-) -> _Found:
-    """Pass over the optimisers until a whole pass gains less than the tolerance."""
+) -> _Minimum:
+    """Make passes over the optimisers until a pass lowers the loss by a fraction of at most `tolerance`."""
     params = {name: value.detach().clone() for name, value in start.items()}
     evaluations, best, best_loss = 0, params, np.inf
 
@@ -223,28 +219,28 @@ def _minimise(
     while not converged and evaluations < max_evaluations:
         before_pass = best_loss
         for optimizer, steps in _optimizers(params):
-            gained = True
-            while gained and evaluations < max_evaluations:
+            improving = True
+            while improving and evaluations < max_evaluations:
                 before_block = best_loss
                 for _ in range(steps):
                     optimizer.step(evaluate)  # pyright: ignore[reportCallIssue, reportArgumentType]
                 evaluate()
-                gained = before_block - best_loss > tolerance * abs(before_block)
+                improving = before_block - best_loss > tolerance * abs(before_block)
             for name, value in params.items():
                 value.copy_(best[name])
         gain = (before_pass - best_loss) / abs(before_pass) if before_pass else 0.0
         converged = gain <= tolerance and evaluations < max_evaluations
     evaluate()
     gradients = [value.grad.square().sum() for value in params.values() if value.grad is not None]
-    return _Found(best, converged, gain, float(torch.stack(gradients).sum().sqrt()), evaluations)
+    return _Minimum(best, converged, gain, float(torch.stack(gradients).sum().sqrt()), evaluations)
 
 
 def _optimizers(params: Params) -> Iterator[tuple[torch.optim.Optimizer, int]]:
-    """Each with the number of its steps in a block."""
+    """Yield the optimisers of a pass, each with its number of steps per block."""
     values = list(params.values())
     for lr in _ADAM:
         yield torch.optim.Adam(values, lr=lr), _ADAM_STEPS
-    # The tolerances at 0 leave it to the caller when to stop.
+    # With tolerances of 0, the caller decides when to stop.
     yield (
         torch.optim.LBFGS(
             values,
@@ -259,7 +255,7 @@ def _optimizers(params: Params) -> Iterator[tuple[torch.optim.Optimizer, int]]:
 
 
 def _stacked(tasks: Sequence[Task], datapoints: int | None, device: str | torch.device) -> tuple[Batch, Batch]:
-    """D_t and held-out data of every task, with a leading task dimension."""
+    """Return D_t and the held-out data of every task, with a leading task dimension."""
     sizes = sorted({num_rows(task.train) for task in tasks})
     if not 1 <= (sizes[-1] if datapoints is None else datapoints) <= sizes[0]:
         raise ValueError(

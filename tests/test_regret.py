@@ -84,7 +84,7 @@ def test_playing_the_comparator_has_no_regret():
             torch.nn.Linear(5, 6), torch.nn.BatchNorm1d(6, track_running_stats=False), torch.nn.Linear(6, 3)
         )
 
-    with pytest.warns(UnconvergedWarning, match="regret against it is too small"):
+    with pytest.warns(UnconvergedWarning, match="the regret is underestimated"):
         found = hindsight(net, loss, stream, datapoints=8, inner_steps=3, max_evaluations=30)
     assert not found.converged
     learner = ml.FTML(net, loss, inner_steps=3, meta_steps=0)
