@@ -1,8 +1,8 @@
-"""Methods compared on a stream of your own: two seeds each, a table, and the figures of the paper.
+"""Compare methods on your own stream: two seeds per method, a table, and the figures of the paper.
 
-Run it with `python examples/compare.py [FOLDER]`; the figures go to the folder, `runs/compare` if none is given. A
-method is a function that makes a learner: one of the library's with other settings, as the one here that remembers the
-newest tasks only, or one of your own (docs/learners.md).
+Run it with `python examples/compare.py [FOLDER]`. The figures go to FOLDER, by default `runs/compare`. A method is a
+function that makes a learner: a learner of the library with other settings, such as the one that stores only the newest
+tasks, or your own learner (docs/learners.md).
 """
 
 import dataclasses
@@ -15,27 +15,27 @@ import numpy as np
 import metaleader as ml
 from metaleader.report.figures import draw_figures
 
-GAMMA = 2.0  # the error at which a task counts as learned
+GAMMA = 2.0  # the error below which a task counts as learned
 SETTINGS: dict[str, Any] = {"meta_lr": 3e-3, "meta_steps": 5, "tasks_per_step": 10, "query": 5}
 INNER: dict[str, Any] = {"inner_lr": 0.02, "inner_steps": 5}
 METHODS: dict[str, Any] = {
-    "ftml": lambda *args, **given: ml.FTML(*args, **SETTINGS, **INNER, support=5, **given),
-    "ftml, newest 3": lambda *args, **given: ml.FTML(*args, **SETTINGS, **INNER, support=5, max_tasks=3, **given),
-    "toe": lambda *args, **given: ml.TOE(*args, **SETTINGS, **given),
-    "ftl": lambda *args, **given: ml.FTL(*args, **SETTINGS, **INNER, **given),
-    "scratch": lambda *args, **given: ml.Scratch(*args, **SETTINGS, **given),
+    "ftml": lambda *args, **options: ml.FTML(*args, **SETTINGS, **INNER, support=5, **options),
+    "ftml, newest 3": lambda *args, **options: ml.FTML(*args, **SETTINGS, **INNER, support=5, max_tasks=3, **options),
+    "toe": lambda *args, **options: ml.TOE(*args, **SETTINGS, **options),
+    "ftl": lambda *args, **options: ml.FTL(*args, **SETTINGS, **INNER, **options),
+    "scratch": lambda *args, **options: ml.Scratch(*args, **SETTINGS, **options),
 }
 
 
 def main(folder: Path = Path("runs/compare"), tasks: int = 12, seeds: int = 2) -> list[dict[str, Any]]:
-    """Play every method on the same streams; return the records, draw them."""
+    """Play every method on the same streams, draw the figures, and return the records."""
     records = []
     for method, make in METHODS.items():
         for seed in range(seeds):
             # A list of ml.Task(name, train=ml.Batch(x, y), test=ml.Batch(x, y)) is a stream too.
             stream = ml.streams.SinusoidStream(tasks=tasks, train=30, seed=seed)
             learner = make(lambda: ml.models.mlp(1, 1), ml.losses.squared_error, seed=seed)
-            # Measured after five adaptation steps, whatever the learner's own number, unless `steps` says otherwise.
+            # By default, `play` measures after five adaptation steps, whatever the learner's `inner_steps`.
             for record in ml.play(learner, stream, reveal=10, gamma=GAMMA):
                 records.append({"method": method, "seed": seed, **dataclasses.asdict(record)})
         late = [

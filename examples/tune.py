@@ -1,11 +1,10 @@
-"""Settings of one method tried on streams of their own seeds, as those of pose and Rainbow MNIST were tuned.
+"""Try settings of one method on streams with separate seeds, as the settings for pose and Rainbow MNIST were tuned.
 
     python examples/tune.py pose ftl --seed 100 --seeds 3 --tasks 20 inner_lr=0.01 inner_lr=0.03,meta_lr=3e-3
 
-Every setting plays the first tasks of the preset's streams, seeds side by side. One line of JSON is written for each as
-soon as it is there: the mean error over seeds and the second half of the tasks, by the number of adaptation steps and
-the size of D_t; of a setting that fails, the reason. The seeds of results begin at 0; from 100 on, tasks, images and
-initialisations are others.
+Each setting plays the first tasks of the preset's streams, batched over seeds. It writes one line of JSON: the mean
+error over seeds and the second half of the tasks, by the number of adaptation steps and the size of D_t, or the reason
+of a failure. Published results use seeds from 0; seeds from 100 give other tasks, images and initialisations.
 """
 
 import argparse
@@ -37,32 +36,32 @@ def tune(
     device: str = "auto",
     schedule: Any = "standard",
 ) -> list[dict[str, Any]]:
-    """Play the streams with each setting; what is printed is returned too."""
+    """Play the streams with each setting, and return the printed lines."""
     preset = PRESETS[preset_name](schedule)
     if preset.threads is not None:
         torch.set_num_threads(preset.threads)
     preset = dataclasses.replace(preset, tasks=min(tasks or preset.tasks, preset.tasks))
-    folder, place = data_folder(None if data is None else str(data)), find_device(device)
-    own_seeds = list(range(seed, seed + seeds))
-    streams = [First(preset.stream(own, folder), preset.tasks) for own in own_seeds]
-    found = []
-    for given in settings:
+    folder, torch_device = data_folder(None if data is None else str(data)), find_device(device)
+    seed_list = list(range(seed, seed + seeds))
+    streams = [First(preset.stream(s, folder), preset.tasks) for s in seed_list]
+    lines = []
+    for values in settings:
         started = time.perf_counter()
-        engine = Engine("auto", planned_updates(preset, method), place)
-        common = {"meta_steps": preset.meta_steps, "device": place, "engine": engine} | given
-        line = {"preset": preset_name, "method": method, "seeds": own_seeds, "tasks": preset.tasks, **given}
+        engine = Engine("auto", planned_updates(preset, method), torch_device)
+        options = {"meta_steps": preset.meta_steps, "device": torch_device, "engine": engine} | values
+        line = {"preset": preset_name, "method": method, "seeds": seed_list, "tasks": preset.tasks, **values}
         try:
-            learners = [preset.known[method](preset.model, preset.loss, seed=own, **common) for own in own_seeds]
+            learners = [preset.known[method](preset.model, preset.loss, seed=s, **options) for s in seed_list]
             line["errors"] = errors(preset, learners, streams)
-        except (TypeError, ValueError) as error:  # a setting that the method has not, or that does not learn
+        except (TypeError, ValueError) as error:  # an option that the method does not have, or a loss that diverges
             line["failed"] = str(error)
-        found.append(line | {"seconds": round(time.perf_counter() - started, 1)})
-        print(json.dumps(found[-1]), flush=True)
-    return found
+        lines.append(line | {"seconds": round(time.perf_counter() - started, 1)})
+        print(json.dumps(lines[-1]), flush=True)
+    return lines
 
 
 def errors(preset: Preset, learners: list[Any], streams: list[First]) -> dict[str, dict[str, float]]:
-    """Mean errors by the number of adaptation steps and the size of D_t."""
+    """Return mean errors by the number of adaptation steps and the size of D_t."""
     plays = play_together(
         learners, streams, preset.reveal, reveals=preset.reveals, steps=preset.steps, measure_at=preset.panels
     )
@@ -78,14 +77,14 @@ def errors(preset: Preset, learners: list[Any], streams: list[First]) -> dict[st
 
 
 def error(record: Record, suffix: str) -> float:
-    """What a result reports: 1 - accuracy, or for regression the loss."""
+    """Return the reported error: 1 - accuracy, or the loss for regression."""
     if record.accuracy is None:
         return record.more[f"loss{suffix}"] if suffix else record.loss
     return 1 - (record.more[f"accuracy{suffix}"] if suffix else record.accuracy)
 
 
 def setting(text: str) -> dict[str, float]:
-    """`name=number` pairs, separated by commas; `inner_steps=10` is an integer."""
+    """Parse `name=number` pairs, separated by commas; `inner_steps=10` gives an integer."""
     pairs = (pair.split("=") for pair in text.split(","))
     return {name: int(value) if value.isdigit() else float(value) for name, value in pairs}
 
@@ -96,12 +95,12 @@ if __name__ == "__main__":
     parser.add_argument("method")
     parser.add_argument("settings", nargs="+", type=setting, metavar="name=number[,name=number]")
     parser.add_argument("--seed", type=int, default=100, help="the first seed (100)")
-    parser.add_argument("--seeds", type=int, default=1, help="how many, side by side (1)")
-    parser.add_argument("--tasks", type=int, help="how many of the preset's; all if not given")
+    parser.add_argument("--seeds", type=int, default=1, help="the number of seeds (1)")
+    parser.add_argument("--tasks", type=int, help="the number of tasks; all of the preset's tasks if not given")
     parser.add_argument("--data", type=Path, help="the folder with data sets")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
-    given = parser.parse_args()
-    known = PRESETS[given.preset]("standard").known
-    if given.method not in known:
-        parser.error(f"{given.preset} has {', '.join(known)}; got {given.method}")
-    tune(given.preset, given.method, given.settings, given.seed, given.seeds, given.tasks, given.data, given.device)
+    args = parser.parse_args()
+    methods = PRESETS[args.preset]("standard").known
+    if args.method not in methods:
+        parser.error(f"{args.preset} has {', '.join(methods)}; got {args.method}")
+    tune(args.preset, args.method, args.settings, args.seed, args.seeds, args.tasks, args.data, args.device)
