@@ -1,7 +1,7 @@
-# What `make demo` runs.
+# The command of `make demo`.
 DEMO = $(BIN)/metaleader run rainbow-digits --schedule quick --seeds 1 --out runs/demo
 
-# The Python that makes .venv: `make PYTHON=/path/to/python3.12 test` chooses another.
+# The Python for .venv; `make PYTHON=/path/to/python3.12 test` selects another.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 
 VENV := .venv
@@ -14,44 +14,44 @@ STAMP := $(VENV)/.installed
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
-demo: setup ## set up, then run the quick demonstration anew; the last line is the path of its report
+demo: setup ## run the quick demonstration; the last line is the path of its report
 	@rm -rf runs/demo
 	$(DEMO)
 
-test: lint ## set up, then all checks and the tests
+test: lint ## run all checks and tests
 	$(BIN)/pytest
 
-torture: setup ## the long tests
+torture: setup ## run the long tests
 	$(BIN)/pytest -m torture
 
-lint: setup ## formatting, lint, types and the direction of imports
+lint: setup ## check formatting, lint, types and import directions
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
-format: setup ## format the code and repair what ruff can repair
+format: setup ## format the code and fix simple lint errors
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 
 wheel: setup ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
-clean: ## remove dist/ and the caches; .venv/ and runs/ stay
+clean: ## remove dist/ and the caches; keep .venv/ and runs/
 	rm -rf dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find metaleader tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-setup: $(STAMP) ## make .venv/ with the pinned versions, and missing system packages where allowed
+setup: $(STAMP) ## create .venv/ with the pinned versions; install missing system packages if allowed
 
 $(STAMP): pyproject.toml constraints.txt $(BIN)/python | system
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# --clear: what is there has no working Python.
+# --clear, because an existing folder has no working Python.
 $(BIN)/python: | system
 	$(PYTHON) -m venv --clear $(VENV)
 
-# Looked at on every call, because it is quick: the packages are not part of .venv.
+# Checked on every call, which is fast, because system packages are not part of .venv.
 system:
 	@test -n '$(PYTHON)' || { echo 'error: no python3 found; metaleader needs Python 3.11 or newer' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "error: $(PYTHON) is Python %d.%d;" \

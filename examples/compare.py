@@ -15,7 +15,7 @@ import numpy as np
 import metaleader as ml
 from metaleader.report.figures import draw_figures
 
-GAMMA = 2.0  # the error below which a task counts as learned
+GAMMA = 2.0  # a task counts as learned at this error or less
 SETTINGS: dict[str, Any] = {"meta_lr": 3e-3, "meta_steps": 5, "tasks_per_step": 10, "query": 5}
 INNER: dict[str, Any] = {"inner_lr": 0.02, "inner_steps": 5}
 METHODS: dict[str, Any] = {
