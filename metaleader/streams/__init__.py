@@ -3,7 +3,6 @@
 from metaleader.streams.arrays import ArrayStream
 from metaleader.streams.catalogue import STREAMS, make_stream
 from metaleader.streams.datasets.cifar import cifar100
-from metaleader.streams.datasets.mnist import Digits
 from metaleader.streams.nway import Labelled, NWayStream
 from metaleader.streams.pose.stream import PoseStream
 from metaleader.streams.quadratic import QuadraticStream
@@ -13,7 +12,6 @@ from metaleader.streams.sinusoid import SinusoidStream
 __all__ = [
     "STREAMS",
     "ArrayStream",
-    "Digits",
     "Labelled",
     "NWayStream",
     "PoseStream",

@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from metaleader.streams.datasets.mnist import Digits, read_mnist
+from metaleader.streams.datasets.mnist import read_mnist
 from metaleader.streams.datasets.registry import Folder
+from metaleader.streams.nway import Labelled
 from metaleader.tasks import Batch, Task, rng
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -50,7 +51,7 @@ class RainbowStream:
     used again. Test images are transformed held-out digits.
 
     Args:
-        digits: square images of even size.
+        digits: square grey images of even size, uint8 (N, H, H), and their labels.
         tasks: the number of tasks; a smaller number selects the first tasks of the order.
         train: the number of training datapoints per task.
         test: the number of held-out datapoints per task.
@@ -60,7 +61,7 @@ class RainbowStream:
 
     def __init__(
         self,
-        digits: Digits,
+        digits: Labelled,
         tasks: int = len(LOOKS),
         train: int = 900,
         test: int = 500,
@@ -70,16 +71,16 @@ class RainbowStream:
         for images, labels in (digits[:2], digits[2:]):
             if images.dtype != np.uint8 or images.ndim != 3 or images.shape[1] != images.shape[2]:
                 raise ValueError(f"digits must be uint8 (N, H, H), got {images.dtype} {images.shape}")
-            if images.shape[1] % 2 or images.shape[1:] != digits.images.shape[1:]:
+            if images.shape[1] % 2 or images.shape[1:] != digits.x.shape[1:]:
                 raise ValueError(
-                    f"digits must all have the same even size, got {images.shape[1:]} and {digits.images.shape[1:]}"
+                    f"digits must all have the same even size, got {images.shape[1:]} and {digits.x.shape[1:]}"
                 )
             if labels.shape != images.shape[:1]:
                 raise ValueError(f"digits: {len(labels)} labels for {len(images)} images")
         for name, value, most in (
             ("tasks", tasks, len(LOOKS)),
-            ("train", train, len(digits.images)),
-            ("test", test, len(digits.test_images)),
+            ("train", train, len(digits.x)),
+            ("test", test, len(digits.test_x)),
         ):
             if not 1 <= value <= most:
                 raise ValueError(f"{name} must lie in 1..{most}, got {value}")
@@ -103,15 +104,15 @@ class RainbowStream:
     def __getitem__(self, t: int) -> Task:
         if not 0 <= t < self.tasks:
             raise IndexError(f"round {t} of a stream of {self.tasks} tasks")
-        per_pass = len(self.digits.images) // self.train
-        shuffled = rng("rainbow train", self.seed, t // per_pass).permutation(len(self.digits.images))
+        per_pass = len(self.digits.x) // self.train
+        shuffled = rng("rainbow train", self.seed, t // per_pass).permutation(len(self.digits.x))
         train = shuffled[t % per_pass * self.train :][: self.train]
-        test = rng("rainbow test", self.seed, t).permutation(len(self.digits.test_images))[: self.test]
+        test = rng("rainbow test", self.seed, t).permutation(len(self.digits.test_x))[: self.test]
         look = self.looks[t]
         return Task(
             str(look),
-            _batch(self.digits.images[train], self.digits.labels[train], look),
-            _batch(self.digits.test_images[test], self.digits.test_labels[test], look),
+            _batch(self.digits.x[train], self.digits.labels[train], look),
+            _batch(self.digits.test_x[test], self.digits.test_labels[test], look),
         )
 
 
@@ -137,7 +138,7 @@ def rainbow_digits(
     return RainbowStream(bundled_digits(), tasks, train, test, order, seed)
 
 
-def bundled_digits() -> Digits:
+def bundled_digits() -> Labelled:
     """Return scikit-learn's 8x8 digits, enlarged to 16x16: 1,497 for training and 300 held out."""
     from sklearn.datasets import load_digits  # a slow import: half a second
 
@@ -146,7 +147,7 @@ def bundled_digits() -> Digits:
     doubled = _doubled(_doubled(sixteenths, 1), 2)  # values up to 16 x 4 x 4
     images = ((doubled * 255 + 128) // 256).astype(np.uint8)
     held_out, kept = np.split(rng("digits held out").permutation(len(images)), [300])
-    return Digits(images[kept], labels[kept], images[held_out], labels[held_out])
+    return Labelled(images[kept], labels[kept], images[held_out], labels[held_out])
 
 
 def paint(images: np.ndarray, look: Look) -> np.ndarray:
@@ -169,9 +170,9 @@ def _batch(images: np.ndarray, labels: np.ndarray, look: Look) -> Batch:
 def _doubled(images: np.ndarray, axis: int) -> np.ndarray:
     """Double the resolution along an axis by linear interpolation with repeated edges; values are multiplied by 4."""
     last = images.shape[axis] - 1
-    here = np.arange(last + 1)
-    before = images.take(np.maximum(here - 1, 0), axis) + 3 * images
-    after = images.take(np.minimum(here + 1, last), axis) + 3 * images
+    index = np.arange(last + 1)
+    before = images.take(np.maximum(index - 1, 0), axis) + 3 * images
+    after = images.take(np.minimum(index + 1, last), axis) + 3 * images
     return np.stack([before, after], axis + 1).reshape(
         [n * (2 if i == axis else 1) for i, n in enumerate(images.shape)]
     )

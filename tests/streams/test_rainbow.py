@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from metaleader.streams import Digits, RainbowStream, make_stream, rainbow_digits, rainbow_mnist
+from metaleader.streams import Labelled, RainbowStream, make_stream, rainbow_digits, rainbow_mnist
 from metaleader.streams.datasets import registry as data
 from metaleader.streams.datasets.mnist import read_idx
 from metaleader.streams.rainbow import COLOURS, LOOKS, Look, bundled_digits, paint
@@ -30,7 +30,7 @@ def grey(num, size=28, seed=0):
 
 @pytest.fixture(scope="module")
 def digits():
-    return Digits(*grey(300), *grey(80, seed=1))
+    return Labelled(*grey(300), *grey(80, seed=1))
 
 
 def idx(values):
@@ -93,7 +93,7 @@ def test_56_tasks_cover_every_look_once_with_disjoint_images(digits):
 
 def test_images_are_used_again_only_when_all_are_used():
     images, labels = np.arange(10, dtype=np.uint8)[:, None, None] * np.ones((2, 2), np.uint8), np.arange(10)
-    digits = Digits(np.ascontiguousarray(images), labels, np.ascontiguousarray(images), labels)
+    digits = Labelled(np.ascontiguousarray(images), labels, np.ascontiguousarray(images), labels)
     stream = RainbowStream(digits, train=5, test=10)
     for t in range(0, 56, 2):
         assert sorted([*stream[t].train.y.tolist(), *stream[t + 1].train.y.tolist()]) == list(range(10))
@@ -148,8 +148,8 @@ def test_bundled_digits_are_scikit_learns_enlarged():
 
     digits = bundled_digits()
     small = np.asarray(load_digits(return_X_y=True)[0]).reshape(-1, 8, 8)
-    assert len(digits.images) == 1497
-    assert len(digits.test_images) == 300
+    assert len(digits.x) == 1497
+    assert len(digits.test_x) == 300
     # Linear interpolation keeps the mean of every 2x2 block near the pixel it comes from, and the set of images whole.
     rows = np.linspace(-0.25, 7.25, 16).clip(0, 7)
     low = np.minimum(rows.astype(int), 6)
@@ -157,7 +157,7 @@ def test_bundled_digits_are_scikit_learns_enlarged():
     across = small[:, low] * (1 - weight)[None, :, None] + small[:, low + 1] * weight[None, :, None]
     large = across[:, :, low] * (1 - weight) + across[:, :, low + 1] * weight
     expected = np.sort(np.abs(large * 255 / 16).sum((1, 2)))
-    found = np.concatenate([digits.images, digits.test_images]).astype(float)
+    found = np.concatenate([digits.x, digits.test_x]).astype(float)
     assert np.abs(np.sort(found.sum((1, 2))) - expected).max() < 0.5 * 256
     first = np.abs(found[:, None] - (large * 255 / 16)[None, :5]).max((2, 3)).min(0)
     assert first.max() <= 0.5 + 1e-9
@@ -242,10 +242,10 @@ def test_wrong_options(digits, options, message):
 @pytest.mark.parametrize(
     "digits",
     [
-        Digits(*grey(5, size=7), *grey(5, size=7)),
-        Digits(*grey(5, size=8), *grey(5, size=6)),
-        Digits(grey(5)[0].astype(np.float32), grey(5)[1], *grey(5)),
-        Digits(grey(5)[0], grey(4)[1], *grey(5)),
+        Labelled(*grey(5, size=7), *grey(5, size=7)),
+        Labelled(*grey(5, size=8), *grey(5, size=6)),
+        Labelled(grey(5)[0].astype(np.float32), grey(5)[1], *grey(5)),
+        Labelled(grey(5)[0], grey(4)[1], *grey(5)),
     ],
 )
 def test_wrong_digits(digits):

@@ -5,46 +5,30 @@ from __future__ import annotations
 import gzip
 import zlib
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from metaleader.streams.datasets.registry import Folder, find
+from metaleader.streams.nway import Labelled
 
 # The third byte of the magic number is the data type, the fourth the number of dimensions.
 _UNSIGNED_BYTES = 0x08
 
 
-class Digits(NamedTuple):
-    """Grey digit images with labels.
-
-    Attributes:
-        images: (N, H, W) uint8, bright digits on black.
-        labels: (N,) uint8, 0 to 9.
-        test_images: held-out images.
-        test_labels: the labels of the held-out images.
-    """
-
-    images: np.ndarray
-    labels: np.ndarray
-    test_images: np.ndarray
-    test_labels: np.ndarray
-
-
-def read_mnist(data: Folder = None) -> Digits:
-    """Read MNIST from the data folder.
+def read_mnist(data: Folder = None) -> Labelled:
+    """Read MNIST from the data folder: images uint8 (N, 28, 28), bright digits on black, and labels uint8.
 
     Raises:
         FileNotFoundError: if files are missing; the message says how to get them.
         ValueError: if a file is damaged or not the published one.
     """
     train_images, train_labels, test_images, test_labels = find("mnist", data)
-    digits = Digits(
+    digits = Labelled(
         read_idx(train_images, 3), read_idx(train_labels, 1), read_idx(test_images, 3), read_idx(test_labels, 1)
     )
     for images, labels, path in (
-        (digits.images, digits.labels, train_labels),
-        (digits.test_images, digits.test_labels, test_labels),
+        (digits.x, digits.labels, train_labels),
+        (digits.test_x, digits.test_labels, test_labels),
     ):
         if len(images) != len(labels):
             raise ValueError(f"{path} has {len(labels)} labels for {len(images)} images; use the files of one data set")
