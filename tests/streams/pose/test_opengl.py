@@ -16,12 +16,12 @@ def have(monkeypatch, *libraries):
 def no_mujoco_yet(monkeypatch):
     """As in a process that has not imported MuJoCo; an import gives back the value of MUJOCO_GL at that moment."""
     monkeypatch.delitem(sys.modules, "mujoco", raising=False)
-    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    # Set before it is deleted, so that monkeypatch restores the variable even if it was unset.
+    monkeypatch.setenv("MUJOCO_GL", "")
+    monkeypatch.delenv("MUJOCO_GL")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")
     monkeypatch.setattr(importlib, "import_module", lambda name: pose_gl.os.environ.get("MUJOCO_GL"))
-    yield
-    monkeypatch.delenv("MUJOCO_GL", raising=False)
 
 
 def test_egl_before_osmesa(monkeypatch):
