@@ -64,6 +64,42 @@ def test_no_table_of_means_is_written_by_hand(path):
     assert not re.search(r"^\|.*±", by_hand, re.MULTILINE)
 
 
+# Numbers in the running text, each as the words of its cell.
+SENTENCES = [
+    ("rainbow-mnist", "an error of {ftml error 100 mean} % after 100 datapoints and {ftml error 900 mean} % after 900"),
+    ("rainbow-mnist", "as few datapoints as FTML to reach 90 % ({toe needed mean} and {ftml needed mean})"),
+    ("rainbow-mnist", "{ftml needed seeds} for FTML, {ftl needed seeds} for FTL and {toe needed seeds} for TOE"),
+    ("rainbow-mnist", "in the three thirds is {toe error 900 mean first}, {toe error 900 mean tasks=19:37}"),
+    ("rainbow-mnist-extras", "and {toe-matched error 900 mean first}, {toe-matched error 900 mean tasks=19:37} and"),
+    ("rainbow-mnist-extras", "and {toe-matched error 900 mean} % with 16 times the updates"),
+    ("rainbow-mnist-extras", "(by seed {scratch-long error 900 tasks=0:6 less=rainbow-mnist:scratch seeds} points)"),
+    ("pose", "FTML has the smallest error: {ftml loss 60 mean} after 60 datapoints (FTL {ftl loss 60 mean}, TOE"),
+    ("pose", "TOE {toe loss 60 mean}, from scratch {scratch loss 60 mean}) and {ftml loss 400 mean} after 400"),
+    ("pose", "(from scratch {scratch loss 400 mean}, TOE {toe loss 400 mean}, FTL {ftl loss 400 mean})"),
+    ("pose", "{pose-paper-steps ftml loss_10 400 mean} to {ftml loss 400 mean}, from scratch's from"),
+    ("pose", "from scratch's from {pose-paper-steps scratch loss_10 400 mean} to {scratch loss 400 mean}"),
+    ("pose", "TOE's from {pose-paper-steps toe loss_10 400 mean} to {toe loss 400 mean} and"),
+    ("pose", "FTL's from {pose-paper-steps ftl loss_10 400 mean} to {ftl loss 400 mean}."),
+    ("pose", "seed 0 is a tie ({ftml loss 60 seed=0 digits=4} and {ftl loss 60 seed=0 digits=4})"),
+    ("pose", "not in seed 0 ({ftml loss_5 400 median seed=0 digits=4})"),
+    ("cifar100", "it has {ftml accuracy 50 mean} %, TOE {toe accuracy 50 mean} %, last-layer"),
+    ("cifar100", "last-layer FTML {ftml-last accuracy 50 mean} % and from scratch {scratch accuracy 50 mean} %."),
+    ("cifar100", "After 2,000 it has {ftml accuracy 2000 mean} %, from scratch {scratch accuracy 2000 mean} %."),
+    ("cifar100", "is {ftml accuracy 2000 seeds} for FTML and {scratch accuracy 2000 seeds} for from scratch"),
+    ("equal-compute", "their errors are {ftl-matched error 20 mean} and {toe-matched error 20 mean} %"),
+    ("pose-scratch-again", "of {scratch all mean loss_position 20}, {scratch all mean loss_position 60} and"),
+    ("pose-scratch-again", "and {scratch all mean loss_position 400} in position and {scratch all mean loss_angle 20}"),
+    ("pose-scratch-again", "{scratch all mean loss_angle 60} and {scratch all mean loss_angle 400} in angle"),
+]
+
+
+@pytest.mark.parametrize(("records", "sentence"), SENTENCES)
+def test_a_sentence_has_the_numbers_of_the_records(records, sentence):
+    page = next(name for name in RUNS if records.startswith(name))
+    text = " ".join((DOCS / "results" / f"{page}.md").read_text().split())
+    assert re.sub(r"\{(.*?)\}", lambda match: tables.cell(f"{records} {match[1]}"), sentence) in text
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_every_record_of_the_configuration_is_there_once(run):
     config = read_config(DOCS / "results" / run)
