@@ -225,7 +225,9 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def render(page: str) -> str:
-    """A page with its generated blocks computed anew."""
+    """A page with its generated blocks computed anew; ValueError for a block without an end."""
+    if len(re.findall("<!-- (?:table|claims|tuning):", page)) != len(BLOCK.findall(page)):
+        raise ValueError("every generated block needs an <!-- end -->")
 
     def block(match: re.Match[str]) -> str:
         start, kind, specification, body, end = match.groups()

@@ -58,6 +58,12 @@ def test_a_changed_cell_is_noticed_and_restored(old, new, tmp_path, monkeypatch,
     assert copy.read_text() == page
 
 
+def test_a_block_without_an_end_is_an_error():
+    page = (DOCS / "results" / "sinusoid.md").read_text()
+    with pytest.raises(ValueError, match="needs an <!-- end -->"):
+        tables.render(page.replace("<!-- end -->", "", 1))
+
+
 @pytest.mark.parametrize("path", sorted((DOCS / "results").glob("*.md")), ids=lambda path: path.name)
 def test_no_table_of_means_is_written_by_hand(path):
     by_hand = tables.BLOCK.sub("", path.read_text())
@@ -157,13 +163,13 @@ def test_the_front_page_has_times_of_the_benchmark():
 
 @pytest.mark.parametrize("make", [tiny, tiny_nway])
 def test_fewer_tasks_are_the_first_of_more(make, tmp_path, monkeypatch):
-    """So that the records of an interim result are those of a run with `--tasks`."""
+    """The records of a run with `--tasks` are the first of the whole run, as the pages assume."""
     monkeypatch.setitem(PRESETS, "tiny", make)
     monkeypatch.setattr(experiment, "_finish", lambda folder: None)  # no figures
-    found = []
+    records = []
     for tasks in (1, 2):
         run_experiment(Experiment("tiny", seeds=2, tasks=tasks, engine="eager"), tmp_path / str(tasks))
         lines = (tmp_path / str(tasks) / "records.csv").read_text().splitlines()
-        found.append([line for line in lines if ",online,1," not in line])
-    assert len(found[0]) > 2
-    assert found[0] == found[1]
+        records.append([line for line in lines if ",online,1," not in line])
+    assert len(records[0]) > 2
+    assert records[0] == records[1]
