@@ -154,11 +154,11 @@ def test_a_report_can_be_drawn_from_every_run(tmp_path, monkeypatch):
 
 
 def test_the_front_page_has_times_of_the_benchmark():
-    front, benchmark = ((ROOT / name).read_text() for name in ("README.md", "benchmarks/README.md"))
-    times = re.findall(r"[\d.,]+ ms\b", front)
-    assert times
-    for time in times:
-        assert time in benchmark
+    front, benchmark = (
+        set(re.findall(r"[\d.,]+ ms\b", (ROOT / name).read_text())) for name in ("README.md", "benchmarks/README.md")
+    )
+    assert front
+    assert front <= benchmark
 
 
 @pytest.mark.parametrize("make", [tiny, tiny_nway])
