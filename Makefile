@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test torture lint format wheel clean setup system
+.PHONY: help demo test torture lint docs format wheel clean setup system
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -18,7 +18,7 @@ demo: setup ## set up, then run the quick demonstration anew; the last line is t
 	@rm -rf runs/demo
 	$(DEMO)
 
-test: lint ## set up, then all checks and the tests
+test: lint docs ## set up, then all checks, the documentation and the tests
 	$(BIN)/pytest
 
 torture: setup ## the long tests
@@ -30,6 +30,9 @@ lint: setup ## formatting, lint, types and the direction of imports
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
+docs: setup ## build the documentation into site/; a warning or a broken link is an error
+	$(BIN)/python docs/build.py
+
 format: setup ## format the code and repair what ruff can repair
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
@@ -37,8 +40,8 @@ format: setup ## format the code and repair what ruff can repair
 wheel: setup ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
-clean: ## remove dist/ and the caches; .venv/ and runs/ stay
-	rm -rf dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## remove dist/, site/ and the caches; .venv/ and runs/ stay
+	rm -rf dist build site .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find metaleader tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(STAMP) ## make .venv/ with the pinned versions, and missing system packages where allowed

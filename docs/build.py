@@ -31,7 +31,8 @@ COPIED = ("LOG.md", "CHANGELOG.md", "benchmarks/README.md")
 
 _LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
-_LOADED = re.compile(r"""<(?:script|img|iframe)\b[^>]*\bsrc="(https?:)?//|<link\b[^>]*\bhref="(https?:)?//""")
+# Tags that load a file from another host.
+LOADED = re.compile(r"""<(?:script|img|iframe)\b[^>]*\bsrc="(https?:)?//|<link\b[^>]*\bhref="(https?:)?//""")
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
     if built.returncode:
         # Zensical colours every letter, whatever the terminal.
         sys.exit(re.sub(r"\x1b\[[\d;]*m", "", built.stdout) + "docs/build.py: the site was not built")
-    remote = [page.relative_to(SITE) for page in sorted(SITE.rglob("*.html")) if _LOADED.search(page.read_text())]
+    remote = [page.relative_to(SITE) for page in sorted(SITE.rglob("*.html")) if LOADED.search(page.read_text())]
     if remote:
         sys.exit(f"docs/build.py: these pages load files from the network: {', '.join(map(str, remote))}")
     print(SITE / "index.html")
@@ -73,11 +74,7 @@ def place(source: Path, target: Path) -> None:
 
 
 def on_site(path: Path) -> str:
-    """The place of a repository file on the site, relative to its root.
-
-    >>> on_site(ROOT / "docs/results/pose.md"), on_site(ROOT / "LOG.md"), on_site(ROOT / "examples/tune.py")
-    ('results/pose.md', 'log.md', 'examples.md#tune')
-    """
+    """The place of a repository file on the site, relative to its root."""
     name = path.relative_to(ROOT).as_posix()
     if name in MOVED:
         return MOVED[name]
