@@ -68,6 +68,8 @@ def place(source: Path, target: Path) -> None:
         text = source.read_text()
         pieces = _CODE.split(text)  # code blocks are at the odd positions
         pieces[::2] = [_LINK.sub(lambda link: _rewritten(link, source), piece) for piece in pieces[::2]]
+        # A number stays on one line with its error.
+        pieces[::2] = [piece.replace(" ± ", "\u00a0±\u00a0") for piece in pieces[::2]]
         target.write_text("".join(pieces))
     else:
         shutil.copyfile(source, target)
