@@ -2,7 +2,7 @@
 
 Run it with `python examples/compare.py [FOLDER]`; the figures go to the folder, `runs/compare` if none is given. A
 method is a function that makes a learner: one of the library's with other settings, as the one here that remembers the
-newest tasks only, or one of your own (docs/learners.md).
+newest tasks only, or one of your own (docs/howto/learner.md).
 """
 
 import dataclasses
