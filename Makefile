@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test torture lint format wheel clean setup system
+.PHONY: help demo test torture lint docs format wheel clean setup system
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -18,7 +18,7 @@ demo: setup ## run the quick demonstration; the last line is the path of its rep
 	@rm -rf runs/demo
 	$(DEMO)
 
-test: lint ## run all checks and tests
+test: lint docs ## run all checks, build the documentation, run the tests
 	$(BIN)/pytest
 
 torture: setup ## run the long tests
@@ -30,6 +30,9 @@ lint: setup ## check formatting, lint, types and import directions
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
+docs: setup ## build the documentation into site/; a warning or a broken link is an error
+	$(BIN)/python docs/build.py
+
 format: setup ## format the code and fix simple lint errors
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
@@ -37,8 +40,8 @@ format: setup ## format the code and fix simple lint errors
 wheel: setup ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
-clean: ## remove dist/ and the caches; keep .venv/ and runs/
-	rm -rf dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## remove dist/, site/ and the caches; keep .venv/ and runs/
+	rm -rf dist build site .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find metaleader tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(STAMP) ## create .venv/ with the pinned versions; install missing system packages if allowed

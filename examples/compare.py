@@ -2,7 +2,7 @@
 
 Run it with `python examples/compare.py [FOLDER]`. The figures go to FOLDER, by default `runs/compare`. A method is a
 function that makes a learner: a learner of the library with other settings, such as the one that stores only the newest
-tasks, or your own learner (docs/learners.md).
+tasks, or your own learner (docs/howto/learner.md).
 """
 
 import dataclasses
