@@ -5,10 +5,10 @@ A learner keeps an initialisation from which every new task of a stream is learn
 
 from metaleader import losses, models, streams
 from metaleader.evaluate import Record, play
-from metaleader.gradient.inner import adapt
-from metaleader.gradient.meta import meta_gradient
+from metaleader.gradient.meta import adapt, meta_gradient
 from metaleader.learners import FTL, FTML, TOE, Learner, Scratch
-from metaleader.memory.by_task import TaskBuffer, recency
+from metaleader.memory.by_task import TaskBuffer
+from metaleader.memory.rows import recency
 from metaleader.tasks import Batch, Task, TaskStream
 
 __version__ = "0.1.0"

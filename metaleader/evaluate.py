@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from metaleader.engine.determinism import repeatable
 from metaleader.learners import Learner, predict_together, update_together
@@ -107,8 +108,8 @@ def play_together(
     if reveal < 1 or (reveals is not None and reveals < 1):
         raise ValueError(f"reveal and reveals must be at least 1, got {reveal} and {reveals}")
     steps = [int(steps)] if isinstance(steps, int | np.integer) else steps
-    if not steps:
-        raise ValueError("steps must name at least one number of adaptation steps")
+    if not steps or any(not isinstance(number, int | np.integer) or number < 0 for number in steps):
+        raise ValueError(f"steps must be one or more numbers of adaptation steps, 0 or more each; got {steps}")
     taken = {"task", *map(str, steps)} & parts.keys()
     if taken:
         raise ValueError(
@@ -222,7 +223,7 @@ def measure(
 
 
 def _net_scores(net: nn.Module, test: Batch, metric: Loss, parts: Parts, suffix: str) -> dict[str, Tensor]:
-    with repeatable():
+    with repeatable(tree_leaves(test.x)[0].device):
         return _scores(net(test.x), test, metric, parts, suffix)
 
 

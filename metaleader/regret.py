@@ -20,8 +20,8 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.evaluate import ADAPTATION_STEPS, Record
-from metaleader.gradient.inner import Params, StepSize, adapt
-from metaleader.gradient.meta import meta_gradient
+from metaleader.gradient.meta import adapt, meta_gradient
+from metaleader.gradient.selection import Params, StepSize
 from metaleader.learners.options import Model, initial_module
 from metaleader.losses import Loss, unsmoothed
 from metaleader.nets.functional import Network

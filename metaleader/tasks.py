@@ -1,7 +1,4 @@
-"""The door: a batch of datapoints, a task, a stream of tasks.
-
-Everything that enters the house does so as one of these three, and is checked here once.
-"""
+"""A batch of datapoints, a task, a stream of tasks: the inputs of the library, and their checks."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ class Batch(NamedTuple):
     """Datapoints of one task.
 
     Attributes:
-        x: inputs: a tensor, or a dict or tuple of tensors, with one row a datapoint.
-        y: targets, with one row a datapoint.
+        x: inputs: a tensor, or a dict or tuple of tensors, with one row per datapoint.
+        y: targets, with one row per datapoint.
     """
 
     x: Tree
@@ -46,14 +43,14 @@ class ClassBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """One task of a stream: what is revealed of it, and what is held out to measure on.
+    """One task of a stream: datapoints to reveal, and held-out datapoints to measure on.
 
     Attributes:
         name: a label for records and figures; names need not be unique.
         train: the datapoints that are revealed, in this order.
         test: held-out datapoints that a learner never sees.
         classes: for n-way streams, the global class behind each local label, in local order.
-        ids: for n-way streams, one integer a training datapoint that names it across tasks.
+        ids: for n-way streams, one integer per training datapoint that names it across tasks.
     """
 
     name: str
@@ -74,7 +71,7 @@ class Task:
 
 @runtime_checkable
 class TaskStream(Protocol):
-    """A sequence of tasks: `stream[t]` gives the same answer every time it is asked. A list of tasks is one."""
+    """A sequence of tasks: `stream[t]` returns the same task at every call. A list of tasks is a stream."""
 
     def __len__(self) -> int: ...
 
@@ -82,7 +79,7 @@ class TaskStream(Protocol):
 
 
 def rng(purpose: str, *key: int) -> np.random.Generator:
-    """Random numbers that depend on a purpose and a key alone: the same on every machine, whatever was drawn before."""
+    """Random numbers that depend on a purpose and a key alone: the same on every machine."""
     words = [*purpose.encode(), *key]
     # NumPy reads an array twice as fast as a list, to the same numbers.
     small = all(isinstance(word, int | np.integer) and 0 <= word < 2**32 for word in words)
@@ -92,6 +89,17 @@ def rng(purpose: str, *key: int) -> np.random.Generator:
 def num_rows(tree: Tree) -> int:
     """The number of datapoints in a tree of tensors."""
     return tree_leaves(tree)[0].shape[0]
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of nested dicts, sorted by name, and tuples; faster than torch's pytree."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return [leaf for name in sorted(tree) for leaf in tensors_of(tree[name])]
+    if isinstance(tree, tuple | list):
+        return [leaf for item in tree for leaf in tensors_of(item)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def rows(tree: Tree, index: slice | Tensor) -> Tree:
@@ -110,11 +118,11 @@ def to_device(tree: Tree, device: torch.device | str) -> Tree:
 
 
 def check_batch(batch: Batch, where: str) -> Batch:
-    """Turn array-likes into tensors and refuse what cannot be a batch.
+    """Convert array-likes to tensors and reject invalid batches.
 
     Args:
         batch: the datapoints.
-        where: what the message names, such as "observe".
+        where: the start of error messages, such as "observe".
 
     Raises:
         ValueError: for an empty batch, unequal numbers of rows, NaN or infinite values, or values that are not numeric.
@@ -123,7 +131,7 @@ def check_batch(batch: Batch, where: str) -> Batch:
     sizes = {leaf.shape[0] for leaf in tree_leaves(checked)}
     if len(sizes) > 1:
         raise ValueError(
-            f"{where}: x and y must have one row a datapoint, got {sorted(sizes)} rows; shapes {shapes(checked)}"
+            f"{where}: x and y must have one row per datapoint, got {sorted(sizes)} rows; shapes {shapes(checked)}"
         )
     if sizes == {0}:
         raise ValueError(f"{where}: the batch is empty; pass at least one datapoint")
@@ -131,7 +139,7 @@ def check_batch(batch: Batch, where: str) -> Batch:
 
 
 def check_alike(batch: Batch, reference: Batch, where: str) -> None:
-    """Refuse a batch whose tree, row shapes or dtypes differ from those of an earlier one."""
+    """Reject a batch whose tree, row shapes or dtypes differ from those of an earlier one."""
     for name, part, expected in zip("xy", batch, reference, strict=True):
         if row_signature(part) != row_signature(expected):
             raise ValueError(
@@ -146,7 +154,7 @@ def shapes(tree: Tree) -> Tree:
 
 
 def row_signature(tree: Tree) -> str:
-    """What one datapoint looks like: the tree with shape and dtype in place of tensors, as text."""
+    """The tree of one datapoint with shape and dtype in place of tensors, as text."""
     described = tree_map(lambda leaf: f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[1:])}", tree)
     return str(described).replace("'", "")
 

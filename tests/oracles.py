@@ -12,7 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from metaleader.nets.functional import SeededDropout
+from metaleader.engine.engine import Engine
+from metaleader.engine.objective import LOG_LR, Objective, learned_rates, without_rates
+from metaleader.gradient.meta import meta_gradient
+from metaleader.nets.layers import SeededDropout
 from metaleader.tasks import rng
 
 Rates = float | Mapping[str, float]
@@ -129,3 +132,28 @@ class PeakMemory(TorchDispatchMode):
         self._seen[key] = weakref.finalize(storage, free)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+
+def engine_gradient(engine: Engine, objective: Objective, params: Any, support: Any, query: Any) -> tuple[Tensor, Any]:
+    """Losses, (learners,), and gradients by name, as an engine computes them."""
+    layout = objective.layout
+    losses_and_norms, gradients = engine.gradient(objective, layout.flat(params), support, query, None)
+    return losses_and_norms[0], layout.named(gradients)
+
+
+def objective_gradient(objective: Objective, params: Any, support: Any, query: Any) -> tuple[Tensor, Any]:
+    """Loss and gradient of one learner by `meta_gradient`, learned step sizes included."""
+    inner, rates = objective.inner, learned_rates(params)
+    loss, gradient, *by_rate = meta_gradient(
+        objective.network.loss_fn,
+        without_rates(params),
+        support,
+        query,
+        rates or inner.lr,
+        inner.steps,
+        inner.first_order,
+        only=inner.only,
+        every_step=inner.every_step,
+        lr_gradient=bool(rates),
+    )
+    return loss, gradient | {LOG_LR + name: by_rate[0][name] * rate for name, rate in rates.items()}

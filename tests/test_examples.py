@@ -28,7 +28,7 @@ def test_compare(capsys, tmp_path):
         (method, t, size) for method in example["METHODS"] for t in range(2) for size in (10, 20, 30)
     ]
     newest = example["METHODS"]["ftml, newest 3"](lambda: ml.models.mlp(1, 1), ml.losses.squared_error)
-    assert newest._buffer.max_tasks == 3
+    assert newest.options.max_tasks == 3
     assert "ftml, newest 3: squared error" in capsys.readouterr().out
     assert (tmp_path / "new" / "figure.png").stat().st_size > 10_000
 

@@ -178,14 +178,15 @@ def test_additions_to_ftml_are_each_alone_and_then_together() -> None:
     last = preset.tasks * preset.reveals * preset.meta_steps - 1
     for name, learner in made.items():
         both = name == "ftml-plus"
-        assert learner._buffer.max_tasks == (16 if name == "ftml-bounded" else None)
+        assert learner.options.max_tasks == (16 if name == "ftml-bounded" else None)
         assert learner.learn_lr == (both or name == "ftml-rates")
         assert learner.every_step == (both or name == "ftml-every")
-        assert learner._outer.lr(0) == pytest.approx(3e-3)
+        lr = lambda number: next(v for start, v in reversed(learner.rule.schedule) if start <= number)  # noqa: B023, E731
+        assert lr(0) == pytest.approx(3e-3)
         assert (learner.inner_lr, learner.clip) == (0.03, 1.0)
         falls = both or name == "ftml-anneal"
-        assert learner._outer.lr(last // 2) == pytest.approx(1.65e-3 if falls else 3e-3, rel=0.1)
-        assert learner._outer.lr(last) == pytest.approx(3e-4 if falls else 3e-3, rel=0.02)
+        assert lr(last // 2) == pytest.approx(1.65e-3 if falls else 3e-3, rel=0.1)
+        assert lr(last) == pytest.approx(3e-4 if falls else 3e-3, rel=0.02)
 
 
 def test_the_first_tasks_of_a_stream():

@@ -103,10 +103,10 @@ def test_equals_the_slow_loop(kind):
             made.observe(task.train.x[part], task.train.y[part], ids=task.ids[part])
             for _ in range(SIZES["meta_steps"]):
                 which: Any = "past" if kind is ml.FTL else "all"
-                draw = made._buffer.draw(0, [updates], 4, 3 if kind is ml.FTML else 0, 6, which=which)
+                draw = made.memory.draw(0, [updates], 4, 3 if kind is ml.FTML else 0, 6, which=which)
                 if draw is None:
                     continue
-                support, query = made._buffer.gather(draw.at(0))
+                support, query = made.memory.gather(draw.at(0))
                 losses = []
                 for i in range(4):
                     # The order does not matter to a loss of global classes.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from metaleader import losses, models
-from metaleader.bench.errors import measure_errors
+from metaleader.bench.errors import gradient, measure_errors
 from metaleader.bench.timing import median_ms
 from metaleader.bench.update import fast_mode, program
 from metaleader.bench.work import INNER_LR, RAINBOW, Work
@@ -25,6 +25,7 @@ from metaleader.engine.determinism import tf32
 from metaleader.engine.engine import Engine, Mode
 from metaleader.engine.objective import Objective
 from metaleader.evaluate import play
+from metaleader.gradient.meta import Inner
 from metaleader.learners import FTML, update_together
 from metaleader.memory.by_task import TaskBuffer
 from metaleader.nets.functional import Network
@@ -42,27 +43,20 @@ def measure_tf32(work: Work, device: torch.device, draws: int = 5) -> dict[str, 
 
 
 def measure_memory(work: Work, device: torch.device, few: int = 2, many: int = 20) -> dict[str, Any]:
-    """Peak GPU memory of a gradient with many inner steps and with few, what is held before it included.
-
-    Three ways: "eager" and "compiled" as engines run it, and "recomputed", eagerly, with no linearisation kept.
-    """
+    """Peak GPU memory of a gradient with many inner steps and with few, including the memory held before it."""
     if device.type != "cuda":
         return {"skipped": "only the CUDA allocator tells its peak"}
     found: dict[str, Any] = {"inner_steps": [few, many]}
-    ways: dict[str, tuple[Mode, bool]] = {
-        "eager": ("eager", True),
-        "compiled": ("compiled", True),
-        "recomputed": ("eager", False),
-    }
-    for name, (mode, keep) in ways.items():
-        peaks = [_peak(replace(work, inner_steps=steps), device, mode, keep) for steps in (few, many)]
-        found[name] = {"peak_mib": [peak / 2**20 for peak in peaks], "ratio": peaks[1] / peaks[0]}
+    modes: tuple[Mode, ...] = ("eager", "compiled")
+    for mode in modes:
+        peaks = [_peak(replace(work, inner_steps=steps), device, mode) for steps in (few, many)]
+        found[mode] = {"peak_mib": [peak / 2**20 for peak in peaks], "ratio": peaks[1] / peaks[0]}
     return found
 
 
-def _peak(work: Work, device: torch.device, mode: Mode, keep: bool) -> int:
-    engine = Engine(mode, device=device, keep_linearisations=keep)
-    run = functools.partial(engine.gradient, _objective(work, device), *work.inputs(device), None)
+def _peak(work: Work, device: torch.device, mode: Mode) -> int:
+    engine = Engine(mode, device=device)
+    run = functools.partial(gradient, engine, _objective(work, device), *work.inputs(device))
     run()
     gc.collect()
     torch.cuda.synchronize()
@@ -73,9 +67,7 @@ def _peak(work: Work, device: torch.device, mode: Mode, keep: bool) -> int:
 
 
 def _objective(work: Work, device: torch.device) -> Objective:
-    network = Network(work.model(), work.loss)
-    network.module.to(device)
-    return Objective(network, INNER_LR, work.inner_steps)
+    return Objective(Network(work.model(), work.loss, device=device), Inner(INNER_LR, work.inner_steps))
 
 
 def measure_buffer(

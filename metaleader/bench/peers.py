@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from metaleader.bench.errors import distance
 from metaleader.bench.work import INNER_LR, Work
-from metaleader.gradient.inner import Params
+from metaleader.gradient.selection import Params
 from metaleader.nets.functional import scale_uint8
 from metaleader.tasks import Batch
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from metaleader.bench.errors import measure_errors
+from metaleader.bench.errors import gradient, measure_errors
 from metaleader.bench.peers import PEERS, find_peers, loop_gradient
 from metaleader.bench.timing import count_kernels, median_ms, seconds
 from metaleader.bench.work import Work
 from metaleader.engine.conv.trace import find_chain
 from metaleader.engine.engine import Engine, Mode
+from metaleader.gradient.meta import meta_gradient
 from metaleader.learners import update_together
 from metaleader.nets.functional import Network
 
@@ -50,26 +51,29 @@ def measure_update(
     engines = {programs[name]: Engine(mode, device=device) for name, mode in modes.items()}
     fast = engines[programs["compiled"]]
     learners = work.learners(fast, device)
-    objective = learners[0]._objective
+    objective = learners[0].definition.objective
     result: dict[str, Any] = {
         "tasks": work.tasks * work.seeds,
         "shape": f"{work.seeds} x {work.tasks} tasks, {work.support} + {work.query} of {work.image}",
         "inner_steps": work.inner_steps,
         "programs": programs,
-        "first_gradient_s": seconds(functools.partial(fast.gradient, objective, *inputs, None), device),
+        "first_gradient_s": seconds(functools.partial(gradient, fast, objective, *inputs), device),
     }
     if fast.mode == "eager":
         del engines[programs["compiled"]]
         programs["compiled"] = "none: it does not compile"
     functions: dict[str, Callable[[], Any]] = {
-        _key(name): functools.partial(engine.gradient, objective, *inputs, None) for name, engine in engines.items()
+        _key(name): functools.partial(gradient, engine, objective, *inputs) for name, engine in engines.items()
     }
     # A reveal's worth of updates where the host runs ahead of the device.
     steps = 10 if device.type == "cuda" else 1
     functions["update_ms"] = functools.partial(update_together, learners, steps)
     first = tree_map(lambda leaf: leaf[0], inputs)
     if compare:
-        functions["generic_eager_ms"] = functools.partial(objective.gradient, *first, None)
+        inner = objective.inner
+        functions["generic_eager_ms"] = functools.partial(
+            meta_gradient, objective.network.loss_fn, *first, inner_lr=inner.lr, inner_steps=inner.steps
+        )
         functions["loop_ms"] = functools.partial(loop_gradient, work, *first)
     found = find_peers(work, *first) if peers else {}
     timed = [name for name in found if "skipped" not in found[name]]

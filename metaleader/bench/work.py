@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from metaleader import losses, models
 from metaleader.engine.engine import Engine
-from metaleader.gradient.inner import Params
+from metaleader.gradient.selection import Params
 from metaleader.learners import FTML, TOE, Learner
 from metaleader.learners.options import initial_module
 from metaleader.losses import Loss

@@ -107,12 +107,12 @@ def save_continues(make_learner: MakeLearner, stream: Stream) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "learner.safetensors"
         learner.save(path)
-        arguments = learner._hyperparameters.items()
+        arguments = learner.options.plain().items()
         callables = {name: value for name, value in arguments if callable(value) and value is not scale_uint8}
         try:
-            other = type(learner).load(path, learner._model, learner.loss, **callables)
+            other = type(learner).load(path, learner.model, learner.loss, **callables)
         except ValueError:  # a class whose constructor sets these functions
-            other = type(learner).load(path, learner._model, learner.loss)
+            other = type(learner).load(path, learner.model, learner.loss)
     require_equal(learner.state_dict(), other.state_dict(), "the loaded learner is not the saved one")
     loaded = _settings(other)
     lost = sorted(name for name, value in _settings(learner).items() if loaded.get(name) != value)
@@ -130,6 +130,7 @@ def _settings(learner: Learner) -> dict[str, str]:
     """Return the public attributes that are plain values, as strings so that NaN equals NaN."""
     plain = bool | int | float | str | list | tuple | dict | None
     public = {name: value for name, value in vars(learner).items() if not name.startswith("_")}
+    public = {n: v for n, v in public.items() if n not in ("definition", "state")} | learner.options.plain()
     public = {name: value.item() if isinstance(value, np.generic) else value for name, value in public.items()}
     return {name: repr(value) for name, value in public.items() if isinstance(value, plain)}
 

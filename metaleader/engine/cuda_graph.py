@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from metaleader.engine.compiled import compiling
+from metaleader.tasks import tensors_of
 
 
 class Captured:
@@ -19,7 +20,7 @@ class Captured:
     def __init__(self, program: Callable[..., Any], inputs: tuple[Any, ...], pool: Any) -> None:
         given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
         static = tensors_of(given)
-        # Of one dtype at a time, or torch copies them one by one.
+        # Grouped by dtype: torch copies a group of one dtype in one launch.
         dtypes = dict.fromkeys(leaf.dtype for leaf in static)
         self._groups = [[i for i, leaf in enumerate(static) if leaf.dtype == dtype] for dtype in dtypes]
         self._inputs = [[static[i] for i in group] for group in self._groups]
@@ -47,19 +48,8 @@ class Captured:
 
 @functools.cache
 def _main_stream(device: int) -> torch.cuda.Stream:
-    """Where all graphs of a device are captured: memory of their pool is used again on one stream only.
+    """The stream on which all graphs of a device are captured: pool memory is reused on one stream only.
 
-    It comes before other streams, which have time: kernels beside it would else take the GPU first.
+    Its priority is high, so that kernels of side streams do not delay it.
     """
     return torch.cuda.Stream(device, priority=-1)
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of nested dicts, by name, and tuples; written out, since torch's own takes as long as an update."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    by_name = (tree[name] for name in sorted(tree)) if isinstance(tree, dict) else ()
-    parts = tree if isinstance(tree, tuple | list) else by_name
-    if not isinstance(tree, dict | tuple | list):
-        return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-    return [leaf for part in parts for leaf in tensors_of(part)]

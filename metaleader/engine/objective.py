@@ -1,4 +1,4 @@
-"""What an update minimises, whoever computes its gradient."""
+"""The objective of an update and the adaptation procedure of a learner, as values."""
 
 from __future__ import annotations
 
@@ -11,123 +11,94 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metaleader.gradient.flat import Form
-from metaleader.gradient.inner import LossFn, Params, StepSize, adapt, split, step_sizes
-from metaleader.gradient.meta import meta_gradient
-from metaleader.nets.functional import Network
+from metaleader.gradient.meta import Inner, descend
+from metaleader.gradient.selection import LossFn, Params, StepSize, split, step_sizes
+from metaleader.nets.functional import Layout, Network
 
-# Before the name of a tensor: the logarithm of its step size, where step sizes are learned with the parameters.
+# Prefix of the logarithm of a tensor's step size, where step sizes are learned with the parameters
 LOG_LR = "log inner_lr of "
+_NO_INNER_STEPS = Inner(steps=0)
 
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """What an update minimises: the arguments of `meta_gradient` that stay the same from update to update.
+    """The loss after `inner`, as a function of a learner's parameters.
 
-    With `learn_lr` the step sizes are among the parameters, as logarithms; `inner_lr` is where they begin.
+    With `learn_lr`, the logarithms of the step sizes are among the parameters, and `inner.lr` is their initial value.
     """
 
     network: Network
-    inner_lr: StepSize = 0.1
-    inner_steps: int = 0
-    first_order: bool = False
-    chunk: int | None = None
-    only: str | None = None
-    every_step: bool = False
+    inner: Inner = _NO_INNER_STEPS
     learn_lr: bool = False
 
-    @property
-    def loss_fn(self) -> LossFn:
-        """The loss of one task."""
-        return self.network.loss_fn
-
     @functools.cached_property
-    def form(self) -> Form:
-        """Of all that is learned."""
-        return Form(self.params())
+    def layout(self) -> Layout:
+        """Of everything that is learned."""
+        return Layout(self.params())
 
     def params(self) -> Params:
-        """Where learning begins: the network's own parameters, and the step sizes if they are learned."""
+        """The initial parameters of the network, and the step sizes if they are learned."""
         params = self.network.params()
         if not self.learn_lr:
             return params
-        moving = split(params, self.only)[0]
-        rates = step_sizes(self.inner_lr, moving)
+        moving = split(params, self.inner.only)[0]
+        rates = step_sizes(self.inner.lr, moving)
         return params | {
             LOG_LR + name: torch.full((), math.log(rates[name]), dtype=value.dtype, device=value.device)
             for name, value in moving.items()
         }
 
     def key(self) -> tuple[Any, ...]:
-        """What it is apart from the network, as a value that can be compared."""
-        procedure = Adaptation(self.inner_lr, self.inner_steps, self.only).key()
-        return procedure, self.first_order, self.chunk, self.every_step, self.learn_lr
+        """Everything but the network, as a value that can be compared."""
+        return (Adaptation.of(self.inner.lr, 0, None), *self.inner[1:], self.learn_lr)
 
-    def rate(self, name: str) -> float | Tensor:
-        """The step size of a parameter that moves."""
-        rate = self.inner_lr[name] if isinstance(self.inner_lr, Mapping) else self.inner_lr
-        return rate.reshape(()) if isinstance(rate, Tensor) else rate
 
-    def gradient(self, params: Params, support: Any, query: Any, noise: Tensor | None) -> tuple[Tensor, Params]:
-        """Loss and gradient of one learner, eagerly."""
-        rates = learned_rates(params)
-        run = functools.partial(
-            meta_gradient,
-            self.loss_fn,
-            without_rates(params),
-            support,
-            query,
-            rates or self.inner_lr,
-            self.inner_steps,
-            self.first_order,
-            self.chunk,
-            only=self.only,
-            noise=noise,
-            every_step=self.every_step,
-        )
-        if not rates:
-            return run()
-        loss, gradient, by_rate = run(lr_gradient=True)
-        assert isinstance(by_rate, dict)
-        return loss, gradient | {LOG_LR + name: by_rate[name] * rate for name, rate in rates.items()}
+class Adaptation(NamedTuple):
+    """The update procedure U of a learner: gradient steps on the data of a task.
+
+    Attributes:
+        lr: one step size, (name, step size) pairs, or None where step sizes are learned.
+        steps: the number of gradient steps.
+        only: which parameters move; see `adapt`.
+    """
+
+    lr: float | tuple[tuple[str, float], ...] | None
+    steps: int
+    only: str | None
+
+    @classmethod
+    def of(cls, lr: StepSize | None, steps: int, only: str | None) -> Adaptation:
+        """Build one from step sizes in any form."""
+        if isinstance(lr, Mapping):
+            return cls(tuple((name, float(lr[name])) for name in sorted(lr)), steps, only)
+        return cls(None if lr is None else float(lr), steps, only)
+
+    def rates(self, params: Params) -> dict[str, float | Tensor]:
+        """The step size of each tensor that moves, for a learner with these parameters."""
+        if self.lr is None:
+            return dict(learned_rates(params))
+        lr = dict(self.lr) if isinstance(self.lr, tuple) else self.lr
+        return step_sizes(lr, split(params, self.only)[0])
+
+    def objective(self, network: Network, steps: int) -> Objective:
+        """An objective whose inner loop is this procedure, with the given number of steps."""
+        lr = dict(self.lr) if isinstance(self.lr, tuple) else self.lr
+        inner = Inner(0.1 if lr is None else lr, steps, only=self.only)
+        return Objective(network, inner, learn_lr=lr is None)
+
+    def run(self, loss_fn: LossFn, params: Params, data: Any, steps: range, noise: Tensor | None = None) -> Params:
+        """Take the gradient steps with these numbers on one task's data; learned step sizes are not changed."""
+        rates = self.rates(params)
+        moving = {name: params[name] for name in rates}
+        fixed = {name: v for name, v in params.items() if name not in rates and not name.startswith(LOG_LR)}
+        return params | descend(loss_fn, moving, fixed, rates, data, steps, noise)
 
 
 def learned_rates(params: Params) -> Params:
-    """The step sizes among the parameters, by the names of the tensors they move; none if they are not learned."""
+    """The step sizes among the parameters, by the names of the tensors they move; empty if they are not learned."""
     return {name.removeprefix(LOG_LR): value.exp() for name, value in params.items() if name.startswith(LOG_LR)}
 
 
 def without_rates(params: Params) -> Params:
-    """The network's own parameters."""
+    """The parameters of the network."""
     return {name: value for name, value in params.items() if not name.startswith(LOG_LR)}
-
-
-class Adaptation(NamedTuple):
-    """The update procedure U of a learner; its step sizes are None where they are learned."""
-
-    lr: StepSize | None
-    steps: int
-    only: str | None
-
-    def rates(self, params: Params) -> StepSize:
-        """The step sizes, of a learner with these parameters."""
-        return learned_rates(params) if self.lr is None else self.lr
-
-    def objective(self, network: Network, steps: int) -> Objective:
-        """An objective whose inner loop is this procedure, with so many steps."""
-        if self.lr is None:
-            return Objective(network, inner_steps=steps, only=self.only, learn_lr=True)
-        return Objective(network, self.lr, steps, only=self.only)
-
-    def walk(self, loss_fn: LossFn, params: Params, data: Any, steps: int, noise: Tensor | None = None) -> Params:
-        """Take gradient steps on one task's data; learned step sizes, among the parameters, stay."""
-        own = without_rates(params)
-        return params | adapt(loss_fn, own, data, self.rates(params), steps, only=self.only, noise=noise)
-
-    def key(self) -> tuple[Any, ...]:
-        """What it is, as a value that can be looked up."""
-        lr = self.lr
-        if lr is None:
-            return "learned", self.steps, self.only
-        rates = tuple((n, float(lr[n])) for n in sorted(lr)) if isinstance(lr, Mapping) else float(lr)
-        return rates, self.steps, self.only

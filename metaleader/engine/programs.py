@@ -1,129 +1,110 @@
-"""What the engine runs: a gradient with flat parameters, several updates, predictions of adapted learners."""
+"""Programs that the engine builds once per shape: fast gradients, and several updates in one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 from torch.utils._pytree import tree_map
 
+from metaleader.engine.compiled import CompiledGradient, check_curvature
 from metaleader.engine.conv.gradient import ChainGradient
-from metaleader.engine.objective import Adaptation, Objective
-from metaleader.gradient.inner import Params
+from metaleader.engine.conv.layout import Plan
+from metaleader.engine.conv.selfcheck import agrees
+from metaleader.engine.conv.torch_ops import TorchPasses
+from metaleader.engine.conv.trace import Chain, find_chain
+from metaleader.engine.objective import Objective
+from metaleader.gradient.selection import Params
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, ClassBatch
 
-
-class FlatGradient:
-    """A program for gradients by name, as one for flat ones."""
-
-    def __init__(self, program: Callable[..., tuple[Tensor, Params]], objective: Objective) -> None:
-        self._program, self._form = program, objective.form
-
-    def __call__(self, flat: Tensor, support: Any, query: Any, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Losses and norms, (2, replicas), and flat gradients."""
-        losses, gradients = self._program(self._form.named(flat), support, query, noise)
-        found = self._form.flat(gradients)
-        return torch.stack([losses, torch.linalg.vector_norm(found, dim=1)]), found
+# (params, support, query, noise) -> losses (learners,) and gradients by name; every tensor has a learner dimension
+Gradient = Callable[..., tuple[Tensor, Params]]
 
 
-class OuterSteps(Protocol):
-    """Outer steps that change tensors in place, the flat parameters among them."""
+class Chains:
+    """The networks seen so far as chains of convolutions, where they are such chains."""
+
+    def __init__(self) -> None:
+        self._chains: dict[Network, Chain | None] = {}
+
+    def gradient(
+        self, objective: Objective, weight: Tensor, batch: Batch | ClassBatch, compiled: bool
+    ) -> ChainGradient | None:
+        """The gradient of a network that is a chain; None for other networks.
+
+        Args:
+            objective: the loss to differentiate.
+            weight: any parameter, for its device and dtype.
+            batch: datapoints, (tasks, rows, ...).
+            compiled: whether the parts in torch operations are compiled.
+        """
+        network = objective.network
+        size = _image_size(network, tree_map(lambda leaf: leaf[0], batch.x))
+        if size is None:
+            return None
+        if network not in self._chains:
+            chain = find_chain(network)
+            self._chains[network] = chain if chain is not None and agrees(chain, batch, size) else None
+        chain = self._chains[network]
+        if chain is None:
+            return None
+        passes = TorchPasses(Plan(chain.layers, size), compiled and not weight.is_cuda)
+        if weight.is_cuda and weight.dtype == torch.float32:
+            with contextlib.suppress(ImportError):  # Triton comes with torch on Linux only
+                from metaleader.engine.conv.triton import TritonPasses
+
+                passes = TritonPasses(Plan(chain.layers, size, 16)) if TritonPasses.takes(chain.layers) else passes
+        return ChainGradient(chain, objective, passes, compiled)
+
+
+def compiled_gradient(objective: Objective, flat: Tensor, support: Any, noise: Tensor | None) -> Gradient:
+    """The gradient of a network by torch.compile, if its second derivative is right there."""
+    check_curvature(objective, objective.layout.named(flat), support, noise)
+    return CompiledGradient(objective)
+
+
+class OuterStep(Protocol):
+    """An optimiser that changes tensors in place, the flat parameters among them."""
 
     flat: Tensor
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that a step changes."""
+        """All tensors that a step changes."""
         ...
 
-    def descend(self, gradients: Tensor, norms: Tensor, rate: Tensor) -> None:
+    def step(self, gradients: Tensor, norms: Tensor, lr: Tensor) -> None:
         """Take one step down gradients of known norms."""
         ...
 
 
-class SeveralUpdates:
-    """Several updates, one after the other."""
+class Updates:
+    """Several updates, one after the other, the optimiser's steps included."""
 
     def __init__(
-        self, gradient: Callable[..., tuple[Tensor, Tensor]], steps: Callable[[dict[str, Tensor]], OuterSteps]
+        self, gradient: Callable[..., tuple[Tensor, Tensor]], make: Callable[[dict[str, Tensor]], OuterStep]
     ) -> None:
-        self._gradient, self._steps = gradient, steps
+        self._gradient, self._make = gradient, make
 
     def __call__(
-        self, tensors: dict[str, Tensor], rates: Tensor, support: Any, query: Any
+        self, tensors: dict[str, Tensor], lrs: Tensor, support: Any, query: Any
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The tensors after the updates; losses and norms of each."""
-        outer = self._steps({name: value.clone() for name, value in tensors.items()})
+        """The tensors after the updates, and the losses and gradient norms of each, (updates, 2, learners)."""
+        outer = self._make({name: value.clone() for name, value in tensors.items()})
         watched = []
-        for i, rate in enumerate(rates.unbind()):
-            of_one = tree_map(lambda leaf: leaf[i], (support, query))  # noqa: B023
-            found, gradients = self._gradient(outer.flat, *of_one, None)
-            outer.descend(gradients, found[1], rate)
-            watched.append(found)
+        for i, lr in enumerate(lrs.unbind()):
+            batches = tree_map(lambda leaf: leaf[i], (support, query))  # noqa: B023
+            losses_and_norms, gradients = self._gradient(outer.flat, *batches, None)
+            outer.step(gradients, losses_and_norms[1], lr)
+            watched.append(losses_and_norms)
         return outer.tensors, torch.stack(watched)
 
 
-class EagerGradient:
-    """The gradient by `meta_gradient`."""
-
-    def __init__(self, objective: Objective) -> None:
-        self._objective = objective
-
-    def __call__(self, params: Params, support: Any, query: Any, noise: Tensor | None) -> tuple[Tensor, Params]:
-        """Losses, (replicas,), and gradients by name."""
-        if len(next(iter(params.values()))) == 1:
-            first = lambda tree: tree_map(lambda leaf: leaf[0], tree)  # noqa: E731
-            loss, gradient = self._objective.gradient(
-                first(params), first(support), first(query), None if noise is None else noise[0]
-            )
-            return loss[None], {name: value[None] for name, value in gradient.items()}
-        in_dims = (0, 0, 0, None if noise is None else 0)
-        return vmap(self._objective.gradient, in_dims=in_dims)(params, support, query, noise)
-
-
-class Predictions:
-    """Adapt each replica to its data and predict."""
-
-    def __init__(
-        self,
-        network: Network,
-        adaptation: Adaptation | None,
-        steps: Sequence[int],
-        chain: ChainGradient | None,
-    ) -> None:
-        self._network, self._adaptation, self._steps, self._chain = network, adaptation, steps, chain
-
-    def __call__(
-        self, params: Params, data: Batch | ClassBatch | None, x: Any, classes: Tensor | None
-    ) -> dict[str, Tensor]:
-        """Predictions by numbers of steps, and "task" with batch norm."""
-        adapted = self._adapted(params, data)
-        replicas = range(len(next(iter(params.values()))))
-        at = lambda tree, r: tree_map(lambda leaf: leaf if leaf is None else leaf[r], tree)  # noqa: E731
-        net = self._network
-        found = {
-            str(n): torch.stack([net.predict(at(adapted[n], r), at(x, r), None, at(classes, r)) for r in replicas])
-            for n in self._steps
-        }
-        if net.has_batch_norm and data is not None:
-            own = adapted[self._steps[0]]
-            found["task"] = torch.stack(
-                [net.predict_by(at(data.x, r), at(own, r), at(x, r), at(classes, r)) for r in replicas]
-            )
-        return found
-
-    def _adapted(self, params: Params, data: Batch | ClassBatch | None) -> dict[int, Params]:
-        if self._adaptation is None or data is None:
-            return dict.fromkeys(self._steps, params)
-        if self._chain is not None:
-            return self._chain.adapted(params, data, self._steps)
-        how, found, done = self._adaptation, {}, 0
-        for number in sorted(set(self._steps)):
-            walk = lambda p, d: how.walk(self._network.loss_fn, p, d, number - done)  # noqa: B023, E731
-            params, done = vmap(walk)(params, data), number
-            found[number] = params
-        return found
+def _image_size(network: Network, x: Any) -> tuple[int, int] | None:
+    """The height and width of one task's images after preprocessing; None for other inputs."""
+    images = network.preprocess(x)
+    return (images.shape[2], images.shape[3]) if isinstance(images, Tensor) and images.ndim == 4 else None

@@ -1,76 +1,115 @@
-"""The meta-gradient (Eq. 5 of the paper), exact, by the adjoint recursion instead of unrolling.
+"""Adaptation by gradient steps, and the exact meta-gradient of the loss after it (Eq. 5 of the paper).
 
-For inner steps theta_{s+1} = theta_s - D g(theta_s), D the diagonal of step sizes and g the support gradient,
+The update procedure U takes inner steps theta_{s+1} = theta_s - D g(theta_s), where D is the diagonal of step sizes and
+g the gradient of the support loss. The meta-gradient follows by the adjoint recursion instead of unrolling:
 
     lambda_K = gradient of the query loss at theta_K
     lambda_s = lambda_{s+1} - H(theta_s) (D lambda_{s+1})        H: Hessian of the support loss
     meta-gradient = mean over tasks of lambda_0
-    gradient of a step size = - sum over s of <g(theta_s), lambda_{s+1}> over the tensors it moves
+    gradient of a step size = - sum over s of <g(theta_s), lambda_{s+1}> over the tensors that it moves
 
-(with a loss after every inner step, each lambda_s, s > 0, also has its share of the query gradient at theta_s)
-so that the activations of one step are alive at a time, whatever the number of inner steps.
+With a loss after every inner step, the query gradient at theta_s is added to each lambda_s, s > 0. The activations of
+one inner step are alive at a time. `adjoint` is the recursion; the eager, compiled and convolutional gradients differ
+only in the functions that they pass to it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import grad, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from metaleader.gradient.inner import (
-    LossFn,
-    Params,
-    StepSize,
-    check_steps,
-    inner_gradient,
-    inner_step,
-    scalar_loss,
-    split,
-    step_sizes,
-)
-from metaleader.tasks import num_rows, rows, shapes
+from metaleader.gradient.selection import LossFn, Params, StepSize, check_steps, split, step_sizes
 
 
-@overload
-def meta_gradient(
+def adapt(
     loss_fn: LossFn,
     params: Mapping[str, Tensor],
-    support: Any,
-    query: Any,
-    inner_lr: StepSize = ...,
-    inner_steps: int = ...,
-    first_order: bool = ...,
-    chunk: int | None = ...,
+    batch: Any,
+    lr: StepSize = 0.1,
+    steps: int = 5,
     *,
-    only: str | None = ...,
-    noise: Tensor | None = ...,
-    every_step: bool = ...,
-    lr_gradient: Literal[False] = ...,
-) -> tuple[Tensor, Params]: ...
+    only: str | None = None,
+    noise: Tensor | None = None,
+) -> Params:
+    """Take gradient steps on a batch and return the adapted parameters; `params` is left unchanged.
+
+    The result is differentiable with respect to `params` and `lr`; call `adapt` under `torch.no_grad()` to avoid that.
+    To adapt many tasks at once, apply `torch.func.vmap`.
+
+    Args:
+        loss_fn: a scalar loss of (params, batch).
+        params: the initialisation.
+        batch: the second argument of `loss_fn`, commonly a `Batch`.
+        lr: one step size, or one for each tensor that moves, by name.
+        steps: the number of steps; 0 returns the initialisation.
+        only: which parameters move: None for all, "last" for the last layer, or a name pattern such as "head.*".
+        noise: integers, (steps,), one per step, passed to `loss_fn` as its third argument to seed dropout.
+
+    >>> loss_fn = lambda params, batch: (params["w"] - batch).square().sum()
+    >>> adapt(loss_fn, {"w": torch.tensor(0.0)}, torch.tensor(1.0), lr=0.25, steps=2)
+    {'w': tensor(0.7500)}
+    """
+    check_steps(steps, noise, rows=steps)
+    moving, fixed = split(params, only)
+    moving = descend(loss_fn, moving, fixed, step_sizes(lr, moving), batch, range(steps), noise)
+    return {name: moving[name] if name in moving else fixed[name] for name in params}
 
 
-@overload
-def meta_gradient(
+def descend(
     loss_fn: LossFn,
-    params: Mapping[str, Tensor],
-    support: Any,
-    query: Any,
-    inner_lr: StepSize = ...,
-    inner_steps: int = ...,
-    first_order: bool = ...,
-    chunk: int | None = ...,
-    *,
-    only: str | None = ...,
-    noise: Tensor | None = ...,
-    every_step: bool = ...,
-    lr_gradient: Literal[True],
-) -> tuple[Tensor, Params, Tensor | Params]: ...
+    moving: Params,
+    fixed: Params,
+    rates: Mapping[str, float | Tensor],
+    batch: Any,
+    steps: Sequence[int],
+    noise: Tensor | None = None,
+) -> Params:
+    """Take the inner steps with the given numbers, which index `noise`, and return the parameters that moved."""
+    # Fused attention has no second derivative; the plain implementation has one.
+    with sdpa_kernel(SDPBackend.MATH):
+        for s in steps:
+            moving = inner_step(loss_fn, moving, fixed, rates, batch, *(() if noise is None else (noise[s],)))
+    return moving
+
+
+def inner_step(
+    loss_fn: LossFn, moving: Params, fixed: Params, rates: Mapping[str, float | Tensor], batch: Any, *noise: Tensor
+) -> Params:
+    """One gradient step of the parameters that move: theta - D g(theta)."""
+    gradient = inner_gradient(loss_fn, moving, fixed, batch, *noise)
+    return {name: value - rates[name] * gradient[name] for name, value in moving.items()}
+
+
+def inner_gradient(loss_fn: LossFn, moving: Params, fixed: Params, batch: Any, *noise: Tensor) -> Params:
+    """The gradient of the loss with respect to the parameters that move."""
+    return grad(lambda m: scalar_loss(loss_fn, {**fixed, **m}, batch, *noise))(moving)
+
+
+def scalar_loss(loss_fn: LossFn, params: Params, batch: Any, *noise: Tensor) -> Tensor:
+    """Call a loss and reject a result that is not a scalar."""
+    loss = loss_fn(params, batch, *noise)
+    if not isinstance(loss, Tensor) or loss.ndim != 0:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn must return a scalar tensor, got {got}; average over the datapoints")
+    return loss
+
+
+class Inner(NamedTuple):
+    """The inner loop of a meta-gradient: the arguments that stay the same from update to update."""
+
+    lr: StepSize = 0.1
+    steps: int = 5
+    first_order: bool = False
+    chunk: int | None = None
+    only: str | None = None
+    every_step: bool = False
 
 
 @torch.no_grad()
@@ -88,59 +127,40 @@ def meta_gradient(
     noise: Tensor | None = None,
     every_step: bool = False,
     lr_gradient: bool = False,
-) -> tuple[Tensor, Params] | tuple[Tensor, Params, Tensor | Params]:
+) -> tuple[Any, ...]:
     """The mean query loss after `inner_steps` steps on the support sets, and its exact gradient.
 
-    Tensors in `support` and `query` have a leading task dimension. For several replicas side by side (seeds, each with
-    its own parameters and tasks), `torch.func.vmap` this function: every tensor then has the replicas in front.
+    Tensors in `support` and `query` have a leading task dimension. For several seeds, each with its own parameters and
+    tasks, apply `torch.func.vmap`: every tensor then has a leading seed dimension.
 
     Args:
         loss_fn: a scalar loss of (params, batch), for one task.
         params: the initialisation, shared by all tasks.
-        support: the batches to adapt on, (tasks, ...); not looked at with 0 inner steps.
+        support: the batches to adapt on, (tasks, ...); ignored with 0 inner steps.
         query: the batches to measure on, (tasks, ...).
         inner_lr: one step size, or one for each tensor that moves, by name.
         inner_steps: the number of inner steps; 0 gives the plain mean loss and its gradient.
-        first_order: leave the second derivatives out: the query gradient at the adapted parameters.
-        chunk: how many tasks are held at a time (all, if None); bounds the memory, changes only the rounding.
+        first_order: omit the second derivatives: the query gradient at the adapted parameters.
+        chunk: the number of tasks computed at a time (None: all); bounds the memory and changes only the rounding.
         only: which parameters move in the inner loop: None for all, "last", or a name pattern. All get a gradient.
-        noise: integers, (inner_steps + 1, tasks), handed to `loss_fn` as its third argument, so that an adjoint step
+        noise: integers, (inner_steps + 1, tasks), passed to `loss_fn` as its third argument, so that an adjoint step
             sees the dropout mask of its inner step; the last row is for the query loss.
-        every_step: take the mean of the query losses after each inner step, instead of that after the last.
-        lr_gradient: also return the gradient with respect to `inner_lr`, in the same form.
+        every_step: take the mean of the query losses after each inner step, instead of the loss after the last.
+        lr_gradient: also return the gradient with respect to `inner_lr`, in the form of `inner_lr`.
 
     Returns:
-        The loss and its gradient by parameter name, and with `lr_gradient` the gradient of the step sizes.
+        The loss, its gradient by parameter name, and with `lr_gradient` the gradient of the step sizes.
 
     >>> loss_fn = lambda params, batch: 0.5 * (params["w"] - batch).square().sum()
     >>> targets = torch.tensor([1.0, 3.0])
     >>> meta_gradient(loss_fn, {"w": torch.tensor(0.0)}, targets, targets, inner_lr=0.5, inner_steps=1)
     (tensor(0.6250), {'w': tensor(-0.5000)})
     """
-    check_steps(inner_steps, noise, needed=inner_steps + 1)
-    num_tasks = num_rows(query)
-    _check_tasks(num_tasks, support if inner_steps else query, query, noise, chunk)
+    check_steps(inner_steps, noise, rows=inner_steps + 1)
+    _check_tasks(support if inner_steps else query, query, noise, chunk)
     moving, fixed = split(params, only)
-    rates = step_sizes(inner_lr, moving)
-
-    def one_task(support: Any, query: Any, *noise: Tensor) -> _Result:
-        back = not first_order or lr_gradient or every_step
-        return _one_task(
-            loss_fn, moving, fixed, rates, support, query, noise, inner_steps, first_order, every_step, back
-        )
-
-    # Tasks are vmapped from outside: torch 2.13 gives a wrong second derivative of batch norm for grad over vmap.
-    many_tasks = vmap(one_task, in_dims=(0, 0) + (() if noise is None else (1,)))
-    totals: _Result | None = None
-    # Fused attention has no second derivative; the plain one has.
-    with sdpa_kernel(SDPBackend.MATH):
-        for start in range(0, num_tasks, chunk or num_tasks):
-            part = slice(start, start + (chunk or num_tasks))
-            extra = () if noise is None else (noise[:, part],)
-            results = many_tasks(rows(support, part), rows(query, part), *extra)
-            sums = tree_map(lambda value: value.sum(0), results)
-            totals = sums if totals is None else tree_map(torch.add, totals, sums)
-    loss, gradient, rate_gradient = tree_map(lambda total: total / num_tasks, totals)
+    inner = Inner(step_sizes(inner_lr, moving), inner_steps, first_order, chunk, only, every_step)
+    loss, gradient, rate_gradient = mean_gradient(loss_fn, moving, fixed, inner, support, query, noise, lr_gradient)
     gradient = {name: gradient[name] for name in params}
     if not lr_gradient:
         return loss, gradient
@@ -149,91 +169,157 @@ def meta_gradient(
     return loss, gradient, torch.stack(list(rate_gradient.values())).sum()
 
 
-class _Result(NamedTuple):
-    loss: Tensor
-    gradient: Params
-    rate_gradient: Params
-
-
-def _one_task(
+def mean_gradient(
     loss_fn: LossFn,
     moving: Params,
     fixed: Params,
-    rates: dict[str, float | Tensor],
+    inner: Inner,
     support: Any,
     query: Any,
-    noise: tuple[Tensor, ...],
-    inner_steps: int,
-    first_order: bool,
-    every_step: bool,
-    back: bool,
-) -> _Result:
-    """Query loss, its gradient, and what needs the way back: the step sizes' gradient, losses on the way; one task."""
-    at = lambda s: tuple(row[s] for row in noise)  # noqa: E731
+    noise: Tensor | None,
+    lr_gradient: bool = False,
+) -> tuple[Tensor, Params, Params]:
+    """`meta_gradient` without its checks: `inner.lr` maps each moving tensor to its step size."""
+    # vmap is outermost: torch 2.13 gives a wrong second derivative of batch norm for grad over vmap.
+    one_task = lambda *batch: _task_gradient(loss_fn, moving, fixed, inner, lr_gradient, *batch)  # noqa: E731
+    many_tasks = vmap(one_task, in_dims=(0, 0) + (() if noise is None else (1,)))
 
-    def walk(theta: Params, start: int, stop: int) -> list[Params]:
-        """The path theta_start .. theta_stop."""
-        path = [theta]
-        for s in range(start, stop):
-            path.append(inner_step(loss_fn, path[-1], fixed, rates, support, *at(s)))
-        return path
+    def sums(*batch: Any) -> Any:
+        return tree_map(lambda value: value.sum(0), many_tasks(*batch))
 
-    # The path is kept at every stride-th step and walked again in between: memory grows with the root of the number of
-    # steps. Up to 15 steps the stride is 1, and nothing is computed twice.
-    stride = max(1, math.isqrt(inner_steps) // 2)
-    kept = [moving]
-    for start in range(0, inner_steps, stride):
-        kept.append(walk(kept[-1], start, min(start + stride, inner_steps))[-1])
+    num_tasks = tree_leaves(query)[0].shape[0]
+    with sdpa_kernel(SDPBackend.MATH):
+        totals = sum_over_chunks(sums, inner.chunk or num_tasks, support, query, noise)
+    return tree_map(lambda total: total / num_tasks, totals)
 
-    def query_loss(moving: Params, fixed: Params) -> Tensor:
-        return scalar_loss(loss_fn, {**fixed, **moving}, query, *at(inner_steps))
 
-    query_gradient = grad_and_value(query_loss, argnums=(0, 1))
-    (lam, lam_fixed), loss = query_gradient(kept.pop(), fixed)
-    rate_gradient = {name: torch.zeros_like(loss) for name in moving}
-    path: list[Params] = []
-    for s in reversed(range(inner_steps)) if back else ():
-        if not path:
-            path = walk(kept.pop(), s - s % stride, s)
+def sum_over_chunks(
+    function: Callable[..., Any], chunk: int, support: Any, query: Any, noise: Tensor | None, task_dim: int = 0
+) -> Any:
+    """Call a function on at most `chunk` tasks at a time and add up its results.
 
-        def inner_products(moving: Params, fixed: Params) -> Params:
-            gradient = inner_gradient(loss_fn, moving, fixed, support, *at(s))  # noqa: B023
-            return {name: (gradient[name] * lam[name]).sum() for name in moving}  # noqa: B023
+    The task dimension of `support` and `query` is `task_dim`; that of `noise` is the next one.
+    """
+    num_tasks = tree_leaves(query)[0].shape[task_dim]
+    if chunk >= num_tasks:
+        return function(support, query, *(() if noise is None else (noise,)))
+    total = None
+    for start in range(0, num_tasks, chunk):
+        size = min(chunk, num_tasks - start)
+        batches = tree_map(lambda leaf: leaf.narrow(task_dim, start, size), (support, query))  # noqa: B023
+        extra = () if noise is None else (noise.narrow(task_dim + 1, start, size),)
+        result = function(*batches, *extra)
+        total = result if total is None else tree_map(torch.add, total, result)
+    return total
 
-        def dot(moving: Params, fixed: Params) -> tuple[Tensor, Params]:
-            products = inner_products(moving, fixed)
+
+def adjoint(
+    theta: Any,
+    steps: int,
+    step: Callable[[int, Any], tuple[Any, Any]],
+    query: Callable[[Any], tuple[Tensor, Any]],
+    pullback: Callable[[int, Any, Any, Any, Any], Any] | None,
+    every_step: bool = False,
+) -> tuple[Tensor, Any]:
+    """The adjoint recursion: the loss after the inner steps, and lambda_0.
+
+    Parameters are kept at every stride-th step and recomputed in between, so memory grows with the square root of the
+    number of steps. Up to 15 steps the stride is 1, and nothing is computed twice.
+
+    Args:
+        theta: the initialisation, any tree.
+        steps: the number of inner steps.
+        step: of (s, theta_s), returns theta_{s+1} and the intermediate results that `pullback` can use, or None.
+        query: of theta, returns the query loss and lambda, any tree; leaves that only `pullback` adds to are None.
+        pullback: of (s, theta_s, intermediate results or None, theta_{s+1}, lambda_{s+1}), returns lambda_s. None
+            leaves lambda as it is (first order).
+        every_step: return the mean of the losses after each inner step, and its lambda_0.
+    """
+    stride = max(1, math.isqrt(steps) // 2)
+    kept: list[tuple[Any, Any]] = []
+    for s in range(steps):
+        after, saved = step(s, theta)
+        if s % stride == 0:
+            kept.append((theta, saved))
+        theta = after
+    loss, lam = query(theta)
+    segment: list[tuple[Any, Any]] = []
+    for s in reversed(range(steps if pullback or every_step else 0)):
+        if not segment:
+            segment = [kept.pop()]
+            for i in range(s - s % stride, s):
+                segment.append((step(i, segment[-1][0])[0], None))
+        after, (theta, saved) = theta, segment.pop()
+        lam = lam if pullback is None else pullback(s, theta, saved, after, lam)
+        if every_step and s > 0:
+            step_loss, step_lam = query(theta)
+            loss, lam = loss + step_loss, tree_map(_add, lam, step_lam)
+    share = 1 / steps if every_step and steps else 1.0
+    return (loss, lam) if share == 1.0 else tree_map(lambda v: v if v is None else v * share, (loss, lam))
+
+
+def _add(total: Tensor | None, value: Tensor | None) -> Tensor | None:
+    return total if value is None else value if total is None else total + value
+
+
+def _task_gradient(
+    loss_fn: LossFn,
+    moving: Params,
+    fixed: Params,
+    inner: Inner,
+    lr_gradient: bool,
+    support: Any,
+    query: Any,
+    *noise: Tensor,
+) -> tuple[Tensor, Params, Params]:
+    """Query loss of one task, its gradient, and the gradient of the step sizes."""
+    rates, at = inner.lr, lambda s: tuple(row[s] for row in noise)
+    assert isinstance(rates, Mapping)
+
+    def step(s: int, theta: Params) -> tuple[Params, None]:
+        return inner_step(loss_fn, theta, fixed, rates, support, *at(s)), None
+
+    def query_loss(theta: Params, fixed: Params) -> Tensor:
+        return scalar_loss(loss_fn, {**fixed, **theta}, query, *at(inner.steps))
+
+    def query_gradient(theta: Params) -> tuple[Tensor, Any]:
+        (lam, lam_fixed), loss = grad_and_value(query_loss, argnums=(0, 1))(theta, fixed)
+        return loss, (lam, lam_fixed, dict.fromkeys(moving))
+
+    def pullback(s: int, theta: Params, saved: None, after: Params, lambdas: Any) -> Any:
+        lam, lam_fixed, rate_gradient = lambdas
+
+        def inner_products(theta: Params, fixed: Params) -> Params:
+            gradient = inner_gradient(loss_fn, theta, fixed, support, *at(s))
+            return {name: (gradient[name] * lam[name]).sum() for name in moving}
+
+        def dot(theta: Params, fixed: Params) -> tuple[Tensor, Params]:
+            products = inner_products(theta, fixed)
             return torch.stack([rates[name] * product for name, product in products.items()]).sum(), products
 
-        theta = path.pop()
-        if first_order:
+        if inner.first_order:
             products = inner_products(theta, fixed)
         else:
             (hessian, hessian_fixed), products = grad(dot, argnums=(0, 1), has_aux=True)(theta, fixed)
             lam = {name: lam[name] - hessian[name] for name in lam}
             lam_fixed = {name: lam_fixed[name] - hessian_fixed[name] for name in lam_fixed}
-        rate_gradient = {name: rate_gradient[name] - products[name] for name in moving}
-        if every_step and s > 0:
-            own, own_loss = query_gradient(theta, fixed)
-            loss, (lam, lam_fixed) = loss + own_loss, tree_map(torch.add, (lam, lam_fixed), own)
-    # All of it is linear in the lambdas.
-    share = 1 / inner_steps if every_step and inner_steps else 1.0
-    return tree_map(lambda value: value * share, _Result(loss, lam | lam_fixed, rate_gradient))
+        return lam, lam_fixed, {name: _add(rate_gradient[name], -products[name]) for name in moving}
+
+    back = pullback if lr_gradient or not inner.first_order else None
+    loss, (lam, lam_fixed, rate_gradient) = adjoint(moving, inner.steps, step, query_gradient, back, inner.every_step)
+    zero = torch.zeros_like(loss)
+    return loss, lam | lam_fixed, {name: zero if value is None else value for name, value in rate_gradient.items()}
 
 
-def _check_tasks(num_tasks: int, support: Any, query: Any, noise: Tensor | None, chunk: int | None) -> None:
-    leading = {shape[0] for tree in (support, query) for shape in _leading(tree)}
-    if leading != {num_tasks} or num_tasks == 0:
+def _check_tasks(support: Any, query: Any, noise: Tensor | None, chunk: int | None) -> None:
+    shapes = [tree_map(lambda leaf: tuple(leaf.shape), tree) for tree in (support, query)]
+    leading = {leaf.shape[0] for leaf in tree_leaves((support, query))}
+    if len(leading) != 1 or leading == {0}:
         raise ValueError(
             "support and query must share a leading dimension of one or more tasks, got support"
-            f" {shapes(support)} and query {shapes(query)}"
+            f" {shapes[0]} and query {shapes[1]}"
         )
-    if noise is not None and noise.shape[1:] != (num_tasks,):
-        raise ValueError(f"noise must have one column a task ({num_tasks}), got shape {tuple(noise.shape)}")
+    if noise is not None and noise.shape[1:] != tuple(leading):
+        raise ValueError(f"noise must have one column per task ({leading.pop()}), got shape {tuple(noise.shape)}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-
-
-def _leading(tree: Any) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
-    tree_map(lambda leaf: found.append(tuple(leaf.shape)), tree)
-    return found

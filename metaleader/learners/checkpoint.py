@@ -1,8 +1,9 @@
-"""A learner's state taken up again, and its file: one safetensors file with state, data and hyperparameters."""
+"""The file of a learner: one safetensors file with state, data and settings."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import math
@@ -14,13 +15,13 @@ import numpy as np
 import torch
 
 from metaleader.engine.determinism import tf32
-from metaleader.learners.options import Model
+from metaleader.learners.options import Model, Options
 from metaleader.losses import Loss
 from metaleader.memory.by_class import ClassBuffer
 from metaleader.memory.by_task import TaskBuffer
+from metaleader.memory.rows import Memory
 from metaleader.nets.functional import scale_uint8
 from metaleader.system.files import is_savable, load_tree, save_tree
-from metaleader.tasks import Batch, rows
 
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
@@ -30,67 +31,57 @@ L = TypeVar("L", bound="Learner")
 _log = logging.getLogger("metaleader")
 
 _FILE, _FILE_VERSION = "metaleader-learner", 1
-# The callables among the hyperparameters: they are not saved, and must be passed again to `load`.
+# The functions among the settings: they are not saved and must be passed to `load` again.
 _CALLABLES = ("optimizer", "weights", "preprocess")
-# What a learner has under names that an argument may have too.
+# Attributes of the learner that share a name with a constructor argument
 _NO_SETTINGS = ("model", "loss", "device", "engine", "round", "task")
 
 
-def load_state(learner: Learner, state: Mapping[str, Any]) -> None:
-    """Put a state into a learner, or leave the learner as it is: `Learner.load_state_dict`."""
-    before = learner.state_dict()
-    try:
-        _put_state(learner, state)
-    except BaseException:
-        _put_state(learner, before)
-        raise
-
-
-def _put_state(learner: Learner, state: Mapping[str, Any]) -> None:
-    try:
-        memory = ClassBuffer if state["buffer"]["kind"] == ClassBuffer.kind else TaskBuffer
-        buffer = learner._buffer
-        if not isinstance(buffer, memory):
-            if learner._hyperparameters["max_tasks"] is not None:
-                raise ValueError("a state of tasks with classes needs a learner without max_tasks")
-            buffer = memory(learner.device, buffer.weights)
-        buffer.load_state_dict(state["buffer"])
-        learner._buffer = buffer
-        learner._outer.load_state_dict(state)
-        learner.round, learner.task = state["round"], state["task"]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a learner's state_dict: {error!r}") from error
+def memory_of_state(memory: Memory, state: Mapping[str, Any], device: torch.device, options: Options) -> Memory:
+    """The memory of a learner with the state of a checkpoint; the memory that is passed in is not changed."""
+    kinds: dict[str, type[TaskBuffer] | type[ClassBuffer]] = {"tasks": TaskBuffer, "classes": ClassBuffer}
+    kind = kinds[state["kind"]]
+    if isinstance(memory, kind):
+        restored = copy.copy(memory)
+        restored.store = copy.copy(memory.store)
+    elif options.max_tasks is not None:
+        raise ValueError("a state of tasks with classes needs a learner without max_tasks")
+    else:
+        restored = kind(device, options.weights)
+    restored.load_state_dict(dict(state))
+    return restored
 
 
 def save_learner(learner: Learner, path: str | os.PathLike[str]) -> None:
     """Write a learner's file: `Learner.save`."""
-    hyperparameters = _own_settings(learner) | learner._hyperparameters
-    given = [name for name in _CALLABLES if callable(hyperparameters[name])]
-    for name in given:
+    hyperparameters = _subclass_settings(learner) | learner.options.plain()
+    functions = [name for name in _CALLABLES if callable(hyperparameters[name])]
+    for name in functions:
         del hyperparameters[name]
-    if learner._hyperparameters["preprocess"] is scale_uint8:
-        given.remove("preprocess")
-    tree = {"learner": type(learner).__name__, "hyperparameters": hyperparameters, "callables": given}
-    found = None
-    with contextlib.suppress(Exception):  # no file is lost to a check
-        found = _loss_of(learner)
-    save_tree(path, tree | {"loss": found, "state": learner.state_dict()}, _FILE, _FILE_VERSION)
+    if learner.options.preprocess is scale_uint8:
+        functions.remove("preprocess")
+    tree = {"learner": type(learner).__name__, "hyperparameters": hyperparameters, "callables": functions}
+    loss = None
+    with contextlib.suppress(Exception):  # a failed comparison must not prevent saving
+        loss = _latest_loss(learner)
+    save_tree(path, tree | {"loss": loss, "state": learner.state_dict()}, _FILE, _FILE_VERSION)
 
 
-def _own_settings(learner: Learner) -> dict[str, Any]:
-    """What the constructor of a class of the user's own takes, and the learner keeps under the same name."""
-    found = {}
+def _subclass_settings(learner: Learner) -> dict[str, Any]:
+    """The constructor arguments of a user's subclass that the learner stores as attributes of the same name."""
+    settings = {}
+    options = learner.options.plain()
     for name, parameter in inspect.signature(type(learner)).parameters.items():
-        several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if several or name in _NO_SETTINGS or name in learner._hyperparameters or name not in vars(learner):
+        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if variadic or name in _NO_SETTINGS or name in options or name not in vars(learner):
             continue
         value = vars(learner)[name]
         value = value.item() if isinstance(value, np.generic) else value
         if is_savable(value):
-            found[name] = value
+            settings[name] = value
         else:
-            _log.warning("%s=%r is not saved with the learner: it is no tensor and no plain value", name, value)
-    return found
+            _log.warning("%s=%r is not saved with the learner: it is neither a tensor nor a plain value", name, value)
+    return settings
 
 
 def load_learner(
@@ -110,17 +101,18 @@ def load_learner(
     _require_functions(path, [name for name in given if name in takes and name not in callables])
     unknown = set(callables) - set(given) - {"device", "engine"}
     if unknown:
-        raise ValueError(f"{sorted(unknown)} come from the file; change them on the learner, or build a new one")
+        raise ValueError(f"{sorted(unknown)} come from the file; build a new learner to change them")
     try:
         learner = kind(model, loss, **hyperparameters, **callables)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"{path} does not give a {kind.__name__} ({error}): it was saved with {', '.join(sorted(hyperparameters))};"
             " load it with the class that saved it, or use an intact copy"
         ) from error
-    # A class of the user's own may bring functions that it does not take.
-    brought = {name for name in given if callable(value := learner._hyperparameters[name]) and value is not scale_uint8}
-    _require_functions(path, [name for name in given if name not in brought | callables.keys()])
+    # A user's subclass may supply functions that its constructor does not take.
+    options = learner.options.plain()
+    supplied = {name for name in given if callable(options[name]) and options[name] is not scale_uint8}
+    _require_functions(path, [name for name in given if name not in supplied | callables.keys()])
     learner.load_state_dict(state)
     _compare_losses(path, tree.get("loss"), learner)
     return learner
@@ -134,34 +126,30 @@ def _require_functions(path: str | os.PathLike[str], missing: list[str]) -> None
 
 
 def _compare_losses(path: str | os.PathLike[str], before: Any, learner: Learner) -> None:
-    """Warn where the loss of the latest datapoints is another than when the file was written."""
+    """Warn if the loss of the latest datapoints differs from the one in the file."""
     if not isinstance(before, float) or not math.isfinite(before):
         return
     precision = torch.finfo(next(iter(learner.params.values())).dtype).eps
     try:
-        now = _loss_of(learner)
-        told = None if now is None else f"{now:.4g}"
+        now = _latest_loss(learner)
+        text = None if now is None else f"{now:.4g}"
         same = now is None or math.isclose(before, now, rel_tol=max(1e-3, 4 * precision), abs_tol=1e-6)
-    except Exception as error:  # a network or a loss of the user's own
-        told, same = f"not to be had ({error})", False
+    except Exception as error:  # from the user's network or loss
+        text, same = f"not computable ({error})", False
     if not same:
         _log.warning(
             "%s was saved with a loss of %.4g on its latest datapoints, here it is %s; are these the model, the loss"
             " and the preprocess that it was saved with?",
-            *(path, before, told),
+            *(path, before, text),
         )
 
 
 @torch.no_grad()
-def _loss_of(learner: Learner) -> float | None:
-    """The loss of the latest datapoints, not adapted: by it another network, loss or preprocessing is found out."""
-    buffer = learner._buffer
-    length = buffer.store.length
-    # A class's images have labels in their task only.
-    data = buffer.current() if isinstance(buffer, ClassBuffer) else buffer.store.take(slice(max(0, length - 8), length))
-    if data is None or length == 0:
+def _latest_loss(learner: Learner) -> float | None:
+    """The unadapted loss of the latest datapoints, which reveals another network, loss or preprocessing."""
+    data = learner.memory.latest(8)
+    if data is None:
         return None
-    few = Batch(*rows(data, slice(0, 8)))
     with tf32(False):
-        prediction = learner._network.predict(learner.params, few.x, None, learner._classes())
-    return float(learner._network.mean_loss(prediction, few.y))
+        prediction = learner.network.predict(learner.params, data.x, None, learner.chosen_classes())
+    return float(learner.network.mean_loss(prediction, data.y))

@@ -1,33 +1,54 @@
-"""What every learner shares: the contract (begin, observe, adapt, state_dict), memory, optimiser.
+"""The contract of all learners: begin, observe, update, adapt, state.
 
-A learner is final; it says only which datapoints an update draws, which gradient it takes of them, and how it adapts.
+A subclass only defines, once, the objective of its updates, the tasks that they draw, and its adaptation.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self, overload
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from metaleader.engine.determinism import repeatable
 from metaleader.engine.engine import Engine, Mode
-from metaleader.engine.objective import Adaptation, Objective, without_rates
-from metaleader.gradient.inner import Params
-from metaleader.learners.adapted import adapted_nets
-from metaleader.learners.checkpoint import load_learner, load_state, save_learner
-from metaleader.learners.optimizer import OptimizerFactory, Outer, Schedule
-from metaleader.learners.options import Model, check_integer, initial_module
+from metaleader.engine.objective import Adaptation, Objective
+from metaleader.gradient.selection import Params
+from metaleader.learners.checkpoint import load_learner, memory_of_state, save_learner
+from metaleader.learners.optimizer import Rule, State, state_from_tree, state_tree
+from metaleader.learners.options import Model, Options, check_integer, initial_module
 from metaleader.learners.update import update_together
 from metaleader.losses import Loss
 from metaleader.memory.by_class import ClassBuffer
-from metaleader.memory.by_task import Draw, TaskBuffer, Weights
-from metaleader.nets.functional import Network, Statistics, scale_uint8
+from metaleader.memory.by_task import TaskBuffer
+from metaleader.memory.rows import Draw, Memory, Which
+from metaleader.nets.functional import Network, Statistics
 from metaleader.system.machine import known_device
 from metaleader.tasks import Batch, ClassBatch, Tree, check_alike, check_batch, num_rows, rng, to_device
+
+
+class Definition(NamedTuple):
+    """What distinguishes one kind of learner from another.
+
+    Attributes:
+        objective: the loss that updates minimise.
+        adaptation: the adaptation procedure, or None for a learner that is used unadapted.
+        support: datapoints per task that an update adapts on.
+        which: the tasks that an update draws from.
+        restarts: whether every round starts from a new initialisation.
+        updates_per_step: updates for each of `meta_steps`.
+    """
+
+    objective: Objective
+    adaptation: Adaptation | None = None
+    support: int = 0
+    which: Which = "all"
+    restarts: bool = False
+    updates_per_step: int = 1
 
 
 class Learner(ABC):
@@ -35,98 +56,74 @@ class Learner(ABC):
 
     Args:
         model: an `nn.Module`, whose weights are the initialisation, or a function that builds one, called under `seed`.
-        loss: of (prediction, target), one value a datapoint or a scalar.
-        meta_lr: the outer step size, or (from update, step size) pairs such as `[(0, 0.01), (5000, 0.001)]`.
-        meta_steps: updates at each `observe`.
-        tasks_per_step: tasks in one update.
-        query: datapoints of each task that an update's loss is taken on.
-        optimizer: "adam", "sgd" (momentum 0.9), or a function of (parameters, lr=...) such as `torch.optim.AdamW`.
-        clip: the largest norm of a gradient; longer ones are scaled down.
-        weights: nu^t, the distribution over tasks seen, such as `recency(10)`; uniform if None.
-        max_tasks: how many tasks are kept, two or more, the open one among them: the newest, or those with the largest
-            `weights`; a name that begins again is one task more. None keeps all, as in the paper, and tasks with
-            `classes` need that.
-        preprocess: applied to every x; by default scales uint8 to [0, 1].
-        seed: of the initialisation and of all draws.
-        device: where parameters and data live.
-        engine: how updates are run: "eager", "compiled", "captured", or an `Engine`.
+        loss: of (prediction, target), one value per datapoint or a scalar.
+        device: where parameters and data are stored.
+        engine: how updates run: "eager", "compiled", "captured", "auto", or an `Engine`.
+        settings: the fields of `Options`: `meta_lr`, `meta_steps`, `tasks_per_step`, `query`, `optimizer`, `clip`,
+            `weights`, `max_tasks`, `preprocess`, `seed`.
+
+    Attributes:
+        options: the settings.
+        network: the model and the loss as pure functions.
+        memory: the data observed.
+        state: parameters and optimiser state.
+        round: t, from 0; -1 before the first `begin`.
+        task: the name of the current task, or None.
     """
+
+    Options: ClassVar[type[Options]] = Options
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        signature = None  # a constructor of the subclass has its own
+        if "__init__" not in vars(cls):
+            positional = list(inspect.signature(Learner.__init__).parameters.values())[1:-1]
+            signature = inspect.Signature([*positional, *cls.Options.parameters()])
+        cls.__signature__ = signature
 
     def __init__(
         self,
         model: Model,
         loss: Loss,
         *,
-        meta_lr: Schedule = 1e-3,
-        meta_steps: int = 10,
-        tasks_per_step: int = 25,
-        query: int = 10,
-        optimizer: str | OptimizerFactory = "adam",
-        clip: float | None = None,
-        weights: Weights | None = None,
-        max_tasks: int | None = None,
-        preprocess: Callable[[Tree], Tree] | None = scale_uint8,
-        seed: int = 0,
         device: str | torch.device = "cpu",
         engine: Mode | Engine = "eager",
+        **settings: Any,
     ) -> None:
-        check_integer("meta_steps", meta_steps, 0)
-        check_integer("tasks_per_step", tasks_per_step, 1)
-        check_integer("query", query, 1)
-        check_integer("seed", seed, 0)
         if not callable(loss):
             raise ValueError(
                 f"loss must be a function of (prediction, target), as metaleader.losses.squared_error; got {loss!r}"
             )
-        if weights is not None and not callable(weights):
-            raise ValueError(
-                f"weights must be a function of the number of tasks, as metaleader.recency(20); got {weights!r}"
-            )
-        self.loss = loss
-        self.meta_steps = meta_steps
-        self.tasks_per_step = tasks_per_step
-        self.query = query
-        self.clip = clip
-        self.seed = seed
-        self.device = known_device(device)
-        self._model = model
-        self._hyperparameters: dict[str, Any] = {
-            "meta_lr": meta_lr if isinstance(meta_lr, int | float) else [list(pair) for pair in meta_lr],
-            "meta_steps": meta_steps,
-            "tasks_per_step": tasks_per_step,
-            "query": query,
-            "optimizer": optimizer,
-            "clip": clip,
-            "weights": weights,
-            "max_tasks": max_tasks,
-            "preprocess": preprocess,
-            "seed": seed,
-        }
-        self._network = Network(initial_module(model, seed, 0), loss, preprocess)
-        self._network.module.to(self.device)
-        self._buffer: TaskBuffer | ClassBuffer = TaskBuffer(self.device, weights, max_tasks)
-        self._engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
-        self._minimise(Objective(self._network))
+        self.options = self.Options.parse(settings, type(self).__name__)
+        self.model, self.loss, self.device = model, loss, known_device(device)
+        self.network = Network(initial_module(model, self.seed, 0), loss, self.options.preprocess, self.device)
+        self.memory: Memory = TaskBuffer(self.device, self.options.weights, self.options.max_tasks)
+        self.engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
+        self.definition = self.define()
+        params = self.definition.objective.params()
+        if len({value.dtype for value in params.values()}) > 1:
+            raise ValueError(f"parameters must be of one dtype, got {sorted({str(v.dtype) for v in params.values()})}")
+        self.rule = Rule.of(self.options.optimizer, self.options.meta_lr, self.options.clip)
+        self.state = State(self.layout.flat(params), {})
         self.round = -1
         self.task: str | None = None
 
-    # What a learner is.
+    def __getattr__(self, name: str) -> Any:
+        # Options are read as attributes of the learner.
+        options = self.__dict__.get("options")
+        if options is None or not hasattr(options, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(options, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        options = self.__dict__.get("options")
+        if options is not None and hasattr(options, name) and getattr(options, name) != value:
+            raise ValueError(f"{name} is set when a learner is built; build a new one, or load a state into it")
+        super().__setattr__(name, value)
 
     @abstractmethod
-    def _draw(self, steps: Sequence[int]) -> Draw | None:
-        """What the updates with these numbers draw from the buffer."""
-
-    @abstractmethod
-    def _adaptation(self) -> Adaptation | None:
-        """The update procedure, or None for a learner that is used as it is."""
-
-    def _minimise(self, objective: Objective) -> None:
-        """Set what updates minimise, from its beginning."""
-        optimizer, meta_lr, clip = (self._hyperparameters[name] for name in ("optimizer", "meta_lr", "clip"))
-        self._objective, self._outer = objective, Outer(objective.params(), optimizer, meta_lr, clip)
-
-    def _on_begin(self) -> None:  # noqa: B027
-        """Called when a round begins."""
+    def define(self) -> Definition:
+        """The definition of this kind of learner; called once, by the constructor."""
 
     # The contract.
 
@@ -134,62 +131,50 @@ class Learner(ABC):
         """Begin round t with a new task; D_t is empty.
 
         Args:
-            name: a label; a name seen before still opens a new task, see `adapt(task=)`.
-            classes: for n-way tasks, the global class behind each label, in the order of the labels. All tasks of a
-                learner have classes, or none has.
+            name: a label. Calling `begin` again with the same name opens a new round for that task; see `adapt(task=)`.
+            classes: for n-way tasks, the global class behind each label, in the order of the labels. Either all tasks
+                of a learner have classes or none.
         """
-        if classes is None:
-            if isinstance(self._buffer, ClassBuffer):
-                raise ValueError(f"task {name!r} has no classes, earlier tasks have; pass begin(name, classes=[...])")
-            self._buffer.begin(str(name))
-        else:
-            if self._hyperparameters["max_tasks"] is not None:
-                raise ValueError(f"task {name!r} has classes, whose images are kept by class: leave max_tasks at None")
-            if isinstance(self._buffer, TaskBuffer) and self.task is not None:
-                raise ValueError(f"task {name!r} has classes, earlier tasks have none; use a new learner")
-            buffer = self._buffer
-            if not isinstance(buffer, ClassBuffer):
-                buffer = ClassBuffer(self.device, buffer.weights)
-            buffer.begin(str(name), classes, self._network.num_classes)
-            self._buffer = buffer
-        self.round += 1
-        self.task = str(name)
-        self._on_begin()
+        memory, state = self.memory, self.state
+        if classes is not None and self.task is None and self.options.max_tasks is None:
+            memory = ClassBuffer(self.device, self.options.weights)
+        if self.definition.restarts:
+            module = initial_module(self.model, self.seed, self.round + 1, fresh=True)
+            params = {name: value.detach().to(self.device) for name, value in module.named_parameters()}
+            state = State(self.layout.flat(params), {}, state.step, state.step)
+        memory.begin(str(name), classes, self.network.num_classes)
+        self.memory, self.state, self.round, self.task = memory, state, self.round + 1, str(name)
 
     def observe(self, x: Tree, y: Tree, *, ids: Sequence[int] | Tensor | None = None, update: bool = True) -> None:
-        """Keep datapoints of the current task and meta-update; on an error the learner is as before the call.
+        """Store datapoints of the current task and meta-update; on an error the learner is as before the call.
 
         Args:
-            x: inputs, one row a datapoint: a tensor, or a dict or tuple of tensors.
-            y: targets, one row a datapoint; for n-way tasks, positions in the task's classes.
-            ids: for n-way tasks, one integer a datapoint that names it across tasks: one seen before is kept once.
-            update: False only keeps the data; call `update` later.
+            x: inputs, one row per datapoint: a tensor, or a dict or tuple of tensors.
+            y: targets, one row per datapoint; for n-way tasks, positions in the task's classes.
+            ids: for n-way tasks, one integer per datapoint that names it across tasks: one seen before is stored once.
+            update: False only stores the data; call `update` later.
         """
         if self.task is None:
             raise ValueError("observe before begin: call begin(name) to open a task first")
         batch = to_device(check_batch(Batch(x, y), "observe"), self.device)
-        if self._buffer.store.data is not None:
-            check_alike(batch, self._buffer.store.data, "observe")
-        self._network.check(self.params, batch, "observe")
-        if ids is not None and isinstance(self._buffer, TaskBuffer):
-            raise ValueError("observe: ids belong to n-way tasks; open the task with begin(name, classes=[...])")
-        mark = self._buffer.mark()
+        if self.memory.store.data is not None:
+            check_alike(batch, self.memory.store.data, "observe")
+        self.network.check(self.params, batch, "observe")
+        mark, state = self.memory.mark(), self.state
         try:
-            if isinstance(self._buffer, ClassBuffer):
-                self._buffer.append(batch, ids)
-            else:
-                self._buffer.append(batch)
+            self.memory.append(batch, ids)
             if update:
                 self.update()
         except BaseException:
-            self._buffer.rollback(mark)
+            self.memory.rollback(mark)
+            self.state = state
             raise
 
     def update(self, steps: int | None = None) -> None:
-        """Run `meta_steps` updates, or the given number, on what was observed.
+        """Run `meta_steps` updates, or the given number, on the data observed.
 
         Raises:
-            ValueError: when a loss or gradient is not finite; the learner is then as before the call.
+            ValueError: if a loss or gradient is not finite; the learner is then as before the call.
         """
         update_together([self], steps)
 
@@ -203,54 +188,90 @@ class Learner(ABC):
         self, steps: Sequence[int], statistics: Statistics = "task", task: str | None = None
     ) -> list[nn.Module]: ...
 
+    @torch.no_grad()
     def adapt(
         self, steps: int | Sequence[int] | None = None, statistics: Statistics = "task", task: str | None = None
     ) -> nn.Module | list[nn.Module]:
-        """A net adapted to all of D_t, for use on one row or many; the learner stays as it is.
+        """A net adapted to all of D_t, for use on one row or many; the learner is not changed.
 
-        Before any data of the task, the net is the initialisation.
+        Before the first data of the task, the net is the initialisation.
 
         Args:
-            steps: how many gradient steps; the learner's own number if None. Several numbers give a list of nets.
-            statistics: what batch norm divides by: "task" takes D_t's statistics, so that a prediction does not depend
-                on the rows beside it; "batch" those of the rows it is called on, as in the paper.
-            task: adapt to all that was observed under this name, in one round or in several, and is kept, instead of
-                D_t.
+            steps: the number of gradient steps; None is the learner's own. Several numbers give a list of nets.
+            statistics: of batch norm: "task" uses those of D_t, so that a prediction does not depend on the rows beside
+                it; "batch" those of the rows that the net is called on, as in the paper.
+            task: adapt to all data observed under this name, in one round or several, instead of D_t.
         """
-        if isinstance(steps, Sequence):
-            return adapted_nets(self, steps, statistics, task)
-        return adapted_nets(self, [steps], statistics, task)[0]
+        adaptation, classes = self.definition.adaptation, self.chosen_classes()
+        if task is not None and adaptation is None:
+            raise ValueError(f"{type(self).__name__} is used unadapted and adapts to no task; leave task=None")
+        data = self.memory.named(str(task)) if task is not None else self._current()
+        numbers = steps if isinstance(steps, Sequence) else [steps]
+        counts = [(adaptation.steps if adaptation else 0) if n is None else n for n in numbers]
+        for count in counts:
+            check_integer("steps", count, 0)
+        params, done, nets = self.layout.named(self.state.flat), 0, {}
+        for count in sorted(set(counts)):
+            if adaptation is not None and data is not None:
+                batch = data if classes is None else ClassBatch(*data, classes)
+                noise = self._dropout_seeds("adapt dropout", [self.round, num_rows(data)], (count,))
+                with repeatable(self.device):
+                    params = adaptation.run(self.network.loss_fn, params, batch, range(done, count), noise)
+                done = count
+            example = self.memory.store.data
+            nets[count] = self.network.adapted(params, data, statistics, example=example, classes=classes)
+        return [nets[count] for count in counts] if isinstance(steps, Sequence) else nets[counts[0]]
+
+    # Facts.
+
+    @property
+    def layout(self) -> Any:
+        """The positions of the parameters in `state.flat`."""
+        return self.definition.objective.layout
 
     @property
     def params(self) -> Params:
         """w_t, by name."""
-        return without_rates(self._outer.params)
+        named = self.layout.named(self.state.flat)
+        return {name: named[name] for name, _ in self.network.module.named_parameters()}
 
     @property
     def step(self) -> int:
-        """Updates made so far."""
-        return self._outer.step
+        """The number of updates made so far."""
+        return self.state.step
 
     @property
     def updates_per_reveal(self) -> int:
-        """Updates at each `observe`."""
-        return self._num_updates(self.meta_steps)
+        """The number of updates at each `observe`."""
+        return self.options.meta_steps * self.definition.updates_per_step
 
     @property
     def has_batch_norm(self) -> bool:
         """Whether the choice of statistics makes a difference."""
-        return self._network.has_batch_norm
+        return self.network.has_batch_norm
 
     @property
     def num_datapoints(self) -> int:
         """The size of D_t."""
-        data = self._buffer.current() if self.task is not None else None
+        data = self._current()
         return 0 if data is None else num_rows(data)
 
     @property
     def num_new(self) -> int:
-        """How many datapoints of D_t no earlier task had: less than all where an n-way task shows known images."""
-        return self._buffer.num_new if isinstance(self._buffer, ClassBuffer) else self.num_datapoints
+        """The number of datapoints of D_t that no earlier task had; n-way tasks may repeat images."""
+        return self.memory.num_new if self.task is not None else 0
+
+    def draw(self, numbers: Sequence[int]) -> Draw | None:
+        """Draw the meta-batches of the updates with these numbers; None if there is nothing to draw from."""
+        o, definition = self.options, self.definition
+        return self.memory.draw(self.seed, numbers, o.tasks_per_step, definition.support, o.query, definition.which)
+
+    def chosen_classes(self) -> Tensor | None:
+        """The classes of the current task, if the network chooses its outputs by them."""
+        return None if self.network.num_classes is None else self.memory.current_classes()
+
+    def _current(self) -> Batch | None:
+        return self.memory.current() if self.task is not None else None
 
     # State.
 
@@ -258,21 +279,27 @@ class Learner(ABC):
         """Everything that the learner's future depends on, as a tree of tensors and plain values.
 
         Args:
-            data: False leaves the observed datapoints out; they must be observed again before `load_state_dict`.
+            data: False omits the observed datapoints; they must be observed again before `load_state_dict`.
         """
-        state = {"round": self.round, "task": self.task}
-        return state | self._outer.state_dict() | {"buffer": self._buffer.state_dict(data)}
+        tree = state_tree(self.state, self.layout, self.rule.elementwise)
+        return {"round": self.round, "task": self.task} | tree | {"buffer": self.memory.state_dict(data)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state: bit for bit as the learner it was taken from.
+        """Continue from a state, bit for bit as the learner it was taken from.
 
         Raises:
-            ValueError: when it is not the state of such a learner; the learner is then as before the call.
+            ValueError: if it is not the state of such a learner; the learner is then as before the call.
         """
-        load_state(self, state)
+        try:
+            restored = state_from_tree(state, self.layout, self.state, self.rule.elementwise)
+            memory = memory_of_state(self.memory, state["buffer"], self.device, self.options)
+            round_and_task = state["round"], state["task"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a learner's state_dict: {error!r}") from error
+        self.memory, self.state, (self.round, self.task) = memory, restored, round_and_task
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the learner with its data and hyperparameters to one safetensors file, atomically."""
+        """Save the learner with its data and settings to one safetensors file, atomically."""
         save_learner(self, path)
 
     @classmethod
@@ -280,48 +307,20 @@ class Learner(ABC):
         """Load a learner; continuing is bit-identical to not having stopped.
 
         Args:
-            path: what `save` wrote.
+            path: a file written by `save`.
             model: the same architecture; its weights are replaced.
             loss: the same loss.
-            callables: `optimizer`, `weights` or `preprocess` where the saved learner had functions for them, and
-                `device` and `engine`, which are not saved.
+            callables: `optimizer`, `weights` or `preprocess` if the saved learner had functions for them, and `device`
+                and `engine`, which are not saved.
 
         Raises:
-            FileNotFoundError: when there is no such file.
-            ValueError: for a truncated file, another learner or another model. Where only the numbers tell that model,
-                loss or preprocess are others than when it was saved, there is a warning.
+            FileNotFoundError: if there is no such file.
+            ValueError: for a truncated file, another learner or another model. If only the numbers show that model,
+                loss or preprocess are not the saved ones, a warning is logged.
         """
         return load_learner(cls, path, model, loss, callables)
 
-    # Inside.
-
-    def _num_updates(self, meta_steps: int) -> int:
-        return meta_steps
-
-    def _gather(self, draw: Draw) -> tuple[Batch | ClassBatch, Batch | ClassBatch]:
-        """Support and query batches of one step's draw, with the tasks' classes where the network chooses by them."""
-        support, query = self._buffer.gather(draw)
-        if self._network.num_classes is None or draw.classes is None:
-            return support, query
-        return ClassBatch(*support, draw.classes), ClassBatch(*query, draw.classes)
-
-    def _classes(self) -> Tensor | None:
-        """The classes of the open task, where the network chooses by them."""
-        if self._network.num_classes is None or not isinstance(self._buffer, ClassBuffer):
+    def _dropout_seeds(self, purpose: str, key: Sequence[int], shape: tuple[int, ...]) -> Tensor | None:
+        if not self.network.has_dropout:
             return None
-        return torch.tensor(self._buffer.ways, device=self.device)
-
-    def _where(self) -> str:
-        return f"round {self.round} (task {self.task!r}, {self.num_datapoints} datapoints)"
-
-    def _what_to_lower(self) -> str:
-        procedure = self._adaptation()
-        inner = f" or inner_lr ({procedure.lr or 'learned'})" if procedure else ""
-        return f"meta_lr ({self._outer.lr(self.step)}){inner}"
-
-    def _noise(self, numbers: Sequence[int], num_tasks: int) -> Tensor | None:
-        if not self._network.has_dropout:
-            return None
-        shape = (self._objective.inner_steps + 1, num_tasks)
-        drawn = [rng("dropout", self.seed, n).integers(2**31, size=shape) for n in numbers]
-        return torch.from_numpy(np.stack(drawn)).to(self.device)
+        return torch.from_numpy(rng(purpose, self.seed, *key).integers(2**31, size=shape)).to(self.device)

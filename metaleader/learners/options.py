@@ -1,80 +1,144 @@
-"""What a learner starts from: its module, initialised from seed and round alone, and its hyperparameters."""
+"""The hyperparameters of learners, declared once, and the initial module.
+
+A dataclass of options is the signature of a learner's constructor, the content of its file, and its documentation.
+"""
 
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 import math
-from collections.abc import Callable
-from typing import Any, TypedDict
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import nn
 
-from metaleader.engine.engine import Engine, Mode
-from metaleader.gradient.inner import Params, StepSize, moving_names, step_sizes
+from metaleader.gradient.selection import Params, StepSize, split, step_sizes
 from metaleader.learners.optimizer import OptimizerFactory, Schedule
-from metaleader.memory.by_task import Weights
+from metaleader.memory.rows import Weights
+from metaleader.nets.functional import scale_uint8
 from metaleader.tasks import Tree, rng
 
 Model = nn.Module | Callable[[], nn.Module]
 
 
-class Common(TypedDict, total=False):
-    """Hyperparameters of every learner; see `Learner`."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Hyperparameters of every learner."""
 
-    meta_lr: Schedule
-    meta_steps: int
-    tasks_per_step: int
-    query: int
-    optimizer: str | OptimizerFactory
-    clip: float | None
-    weights: Weights | None
-    max_tasks: int | None
-    preprocess: Callable[[Tree], Tree] | None
-    seed: int
-    device: str | torch.device
-    engine: Mode | Engine
+    meta_lr: Schedule = 1e-3
+    """The outer step size, or (from update, step size) pairs such as `[(0, 0.01), (5000, 0.001)]`."""
+    meta_steps: int = 10
+    """Updates at each `observe`."""
+    tasks_per_step: int = 25
+    """Tasks in one update."""
+    query: int = 10
+    """Datapoints of each task on which the loss of an update is taken."""
+    optimizer: str | OptimizerFactory = "adam"
+    """"adam", "sgd" (momentum 0.9), or a function of (parameters, lr=...) such as `torch.optim.AdamW`."""
+    clip: float | None = None
+    """The largest norm of a gradient; longer ones are scaled down."""
+    weights: Weights | None = None
+    """nu^t, the distribution over the tasks seen, such as `recency(10)`; None is uniform."""
+    max_tasks: int | None = None
+    """The number of tasks kept, two or more: the newest, or those with the largest `weights`. None keeps all."""
+    preprocess: Callable[[Tree], Tree] | None = scale_uint8
+    """Applied to every x; by default scales uint8 to [0, 1]."""
+    seed: int = 0
+    """Of the initialisation and of all draws."""
+
+    def __post_init__(self) -> None:
+        for name, low in _INTEGERS.items():
+            if hasattr(self, name):
+                check_integer(name, getattr(self, name), low)
+        if self.weights is not None and not callable(self.weights):
+            raise ValueError(
+                f"weights must be a function of the number of tasks, as metaleader.recency(20); got {self.weights!r}"
+            )
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any], learner: str) -> Self:
+        """Build options from keyword arguments; a misspelt name raises an error that suggests the right one."""
+        names = [field.name for field in fields(cls)]
+        for name in settings:
+            if name not in names:
+                close = difflib.get_close_matches(name, [*names, "device", "engine"], 1)
+                advice = f"did you mean {close[0]}?" if close else f"it has {', '.join([*names, 'device', 'engine'])}"
+                raise ValueError(f"{learner} has no setting {name!r}; {advice}")
+        return cls(**settings)
+
+    def plain(self) -> dict[str, Any]:
+        """The options by name, as values that a file can hold; functions are left as they are."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not isinstance(self.meta_lr, int | float):
+            values["meta_lr"] = [list(pair) for pair in self.meta_lr]
+        inner_lr = values.get("inner_lr")
+        if inner_lr is not None:
+            by_name = isinstance(inner_lr, Mapping)
+            values["inner_lr"] = {n: float(v) for n, v in inner_lr.items()} if by_name else float(inner_lr)
+        return values
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        """The options as keyword parameters of a constructor."""
+        empty = inspect.Parameter.empty
+        return [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=empty if field.default is MISSING else field.default,
+                annotation=field.type,
+            )
+            for field in fields(cls)
+        ]
 
 
-def initial_module(model: Model, seed: int, t: int, fresh: bool = False) -> nn.Module:
-    """Build the module of a learner, from seed and round alone; with `fresh`, a given module is initialised anew."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(rng("initialisation", seed, t).integers(2**63)))
-        if not isinstance(model, nn.Module):
-            built = model() if callable(model) else model
-            if not isinstance(built, nn.Module):
-                raise ValueError(
-                    f"the model must be an nn.Module or a function that builds one, got {type(built).__name__}"
-                )
-            return built
-        if not fresh:
-            return model
-        module = copy.deepcopy(model)
-        for name, part in module.named_modules():
-            if not any(True for _ in part.parameters(recurse=False)):
-                continue
-            reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-            if reset is None:
-                raise ValueError(
-                    f"layer {name!r} ({type(part).__name__}) has no reset_parameters, so it cannot be initialised anew;"
-                    " pass a function that builds the model instead of a module"
-                )
-            reset()
-        return module
+# The integers among the options, with their lower bounds
+_INTEGERS = {"meta_steps": 0, "tasks_per_step": 1, "query": 1, "seed": 0, "inner_steps": 0, "support": 1}
 
 
 def check_integer(name: str, value: Any, low: int) -> None:
-    """Refuse what is not an integer of at least `low`."""
+    """Reject a value that is not an integer of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
         raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
 
 
-def check_step_size(name: str, lr: StepSize, params: Params, only: str | None) -> None:
-    """Refuse step sizes that are negative, not finite, or not of the tensors that move."""
-    moving = {key: params[key] for key in moving_names(params, only)}
-    for key, value in step_sizes(lr, moving).items():
+def check_step_size(lr: StepSize, params: Params, only: str | None) -> float | dict[str, float]:
+    """The inner step size as plain numbers; rejects negative and infinite ones, and names of other tensors."""
+    for name, value in step_sizes(lr, split(params, only)[0]).items():
         if not hasattr(value, "__float__"):
-            raise ValueError(f"{name} must be a number, or one for each tensor by name; got {value!r} for {key}")
+            raise ValueError(f"inner_lr must be a number, or one for each tensor by name; got {value!r} for {name}")
         if not (math.isfinite(float(value)) and float(value) >= 0):
-            raise ValueError(f"{name} must be a finite number of at least 0, got {float(value)} for {key}")
+            raise ValueError(f"inner_lr must be a finite number of at least 0, got {float(value)} for {name}")
+    return {name: float(value) for name, value in lr.items()} if isinstance(lr, Mapping) else float(lr)
+
+
+def initial_module(model: Model, seed: int, t: int, fresh: bool = False) -> nn.Module:
+    """Build the module of a learner from seed and round alone; with `fresh`, a given module is initialised anew."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(rng("initialisation", seed, t).integers(2**63)))
+        if not isinstance(model, nn.Module):
+            module = model() if callable(model) else model
+            if not isinstance(module, nn.Module):
+                raise ValueError(
+                    f"the model must be an nn.Module or a function that builds one, got {type(module).__name__}"
+                )
+            return module
+        if not fresh:
+            return model
+        module = copy.deepcopy(model)
+        for name, layer in module.named_modules():
+            if not any(True for _ in layer.parameters(recurse=False)):
+                continue
+            reset = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
+            if reset is None:
+                raise ValueError(
+                    f"layer {name!r} ({type(layer).__name__}) has no reset_parameters and cannot be initialised anew;"
+                    " pass a function that builds the model instead of a module"
+                )
+            reset()
+        return module

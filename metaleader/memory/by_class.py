@@ -1,8 +1,8 @@
-"""Memory of an n-way stream: one pool for each global class, each image once, and how meta-batches are drawn from it.
+"""Memory by class, for n-way streams: one pool of images for each global class, and meta-batches drawn from it.
 
 A meta-training task is n random classes of those seen, its labels shuffled; support and query get equally many
-datapoints of each class, disjoint. A class with fewer images than both need is divided between the two and repeated as
-`TaskBuffer` does it with a task. Nothing is drawn before n classes have been seen.
+datapoints of each class, disjoint. If a class has too few images for both, they are divided and
+repeated as in `TaskBuffer`. Nothing is drawn before n classes have been seen.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metaleader.memory.by_task import Draw, Weights, Which, checked_weights, distinct, split
-from metaleader.memory.rows import Rows
+from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_weights, distinct, split
 from metaleader.tasks import Batch, rng, rows
 
 _UNNAMED = -1
 
 
 class ClassBuffer:
-    """All images revealed so far, by class; the interface is `TaskBuffer`'s.
+    """All images observed so far, by class.
 
-    The targets kept with an image are those it first came with; a draw and D_t bring labels of their own.
+    The target stored with an image is the one it first arrived with; a draw and D_t replace it by their labels.
 
     Args:
         device: where the data is kept.
@@ -60,7 +59,7 @@ class ClassBuffer:
         """The number of images that came for the first time in this round."""
         return self.store.length - self._round_start
 
-    def begin(self, name: str, classes: Sequence[int], num_classes: int | None = None) -> None:
+    def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
         """Open a new task; D_t is empty.
 
         Args:
@@ -69,6 +68,8 @@ class ClassBuffer:
             num_classes: the classes that the network has outputs for, 0 to `num_classes - 1`; None where it has one for
                 each label.
         """
+        if classes is None:
+            raise ValueError(f"task {name!r} has no classes, earlier tasks have; pass begin(name, classes=[...])")
         ways = tuple(_integers(classes, f"task {name!r}: classes"))
         if len(ways) < 2 or len(set(ways)) < len(ways):
             raise ValueError(f"task {name!r}: classes must be two or more different integers, got {list(classes)}")
@@ -87,11 +88,11 @@ class ClassBuffer:
         self._round_start = self.store.length
 
     def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None) -> None:
-        """Keep datapoints of the open task; refused as a whole where labels or ids are wrong.
+        """Store datapoints of the open task; a batch with a wrong label or id is rejected as a whole.
 
         Args:
             batch: images with local labels.
-            ids: one integer an image that names it across tasks; an image whose id was seen before is not kept again.
+            ids: one integer per image that names it across tasks; an image with a known id is not stored again.
                 None means that all images are new.
         """
         labels = self._checked_labels(batch.y)
@@ -138,8 +139,8 @@ class ClassBuffer:
             tasks: how many tasks a step, each with classes and labels of its own.
             support: datapoints in a task's support set, a multiple of the number of classes; may be 0.
             query: datapoints in a task's query set, likewise.
-            which: tasks of all images seen, of those that were here before this round, or D_t itself: its own labels,
-                datapoints drawn whatever their class.
+            which: tasks of all images, of those observed before this round, or D_t itself with its own labels and
+                datapoints of any class.
 
         Returns:
             Row numbers, labels and classes on the buffer's device, or None where there is nothing to draw from.
@@ -169,20 +170,31 @@ class ClassBuffer:
         np.put_along_axis(classes, labels, names[chosen].reshape(shape), axis=-1)
         return self._as_draw(picked, repeated, share[0], classes)
 
+    def current_classes(self) -> Tensor | None:
+        """The global class behind each label of the open task."""
+        return torch.tensor(self.ways, device=self.device) if self.ways else None
+
+    def named(self, name: str) -> Batch | None:
+        """Not available: data is kept by class."""
+        raise ValueError("n-way tasks keep their data by class, not by task; adapt to the open task, task=None")
+
+    def latest(self, num: int) -> Batch | None:
+        """The first datapoints of D_t: an image has a label only in its task."""
+        data = self.current()
+        return None if data is None else Batch(*rows(data, slice(0, num)))
+
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
-        return self.store.gather(draw.support, draw.support_y), self.store.gather(draw.query, draw.query_y)
+        return self.store.gather_draw(draw)
 
     def mark(self) -> tuple[Any, ...]:
         """A point of this round to return to with `rollback`."""
         return self.store.length, len(self._round_rows)
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
-        """Forget what was appended after a mark."""
+        """Remove the datapoints appended after a mark."""
         length, num_round = mark
-        self.store.length = length
-        if length == 0:  # the next rows may have any shape
-            self.store.data = None
+        self.store.cut(length)
         for name in self._ids[length:]:
             self._row_of.pop(name, None)
         del self._classes[length:], self._ids[length:]
@@ -190,7 +202,7 @@ class ClassBuffer:
         self._current = None
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:
-        """Everything kept; with `data=False` only the bookkeeping, for a checkpoint whose stream rebuilds the data."""
+        """Everything stored; with `data=False` only the bookkeeping, for streams that rebuild the data."""
         return {
             "kind": self.kind,
             "ways": list(self.ways),
@@ -202,11 +214,11 @@ class ClassBuffer:
         } | self.store.state_dict(data)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state; without data in it, what is kept already must be what the state was saved with."""
+        """Restore a state; if it has no data, the stored data must be that of the state."""
         classes, ids = state["classes"].tolist(), state["ids"].tolist()
         if "data" not in state and (classes, ids) != (self._classes, self._ids):
             raise ValueError(
-                f"the state was saved without its data, of {len(classes)} images, and other images are here"
+                f"the state was saved without its data of {len(classes)} images, but other images are present"
                 f" ({len(self._classes)}); observe the same data (update=False) before loading"
             )
         self.store.load_state_dict(state)
@@ -253,7 +265,7 @@ class ClassBuffer:
         if not self.ways:
             raise ValueError("observe before begin: call begin(name, classes=[...]) to open a task first")
         if not isinstance(y, Tensor) or y.ndim != 1 or y.is_floating_point() or y.dtype == torch.bool:
-            raise ValueError("observe: the labels of an n-way task must be one integer a datapoint")
+            raise ValueError("observe: the labels of an n-way task must be one integer per datapoint")
         labels = y.tolist()
         wrong = [label for label in labels if not 0 <= label < len(self.ways)]
         if wrong:

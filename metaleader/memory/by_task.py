@@ -1,72 +1,23 @@
-"""Memory: everything revealed so far, and how meta-batches are drawn from it (the paper's buffer and nu^t).
-
-Rows of all tasks lie one after the other in one tensor, images as the uint8 they came as; a draw is row numbers, made
-on the CPU from (seed, step) for a whole reveal at once and moved once, so that every device sees the same draws.
-
-A task of n datapoints gives disjoint support and query sets. Where n is smaller than support + query, its datapoints
-are divided between the two in proportion, at least one each, and repeated in turn to fill the sets; a single datapoint
-is both.
-"""
+"""Memory by task: everything observed so far, and meta-batches drawn from it (the paper's buffer and nu^t)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from metaleader.memory.rows import Rows
+from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_weights, choose, distinct, split
 from metaleader.tasks import Batch, rng
-
-# nu^t: the weights of tasks 0 .. t-1 given t; None means uniform
-Weights = Callable[[int], np.ndarray]
-Which = Literal["all", "past", "current"]
-
-
-def recency(half_life: float) -> Weights:
-    """Weights that halve with every `half_life` tasks of age.
-
-    >>> recency(1.0)(3)
-    array([0.25, 0.5 , 1.  ])
-    """
-    if not half_life > 0:
-        raise ValueError(f"half_life must be positive, got {half_life}")
-    return lambda num_tasks: 0.5 ** (np.arange(num_tasks - 1, -1, -1) / half_life)
-
-
-class Draw(NamedTuple):
-    """Meta-batches as row numbers: a leading step dimension, then tasks, then datapoints.
-
-    Attributes:
-        support: (steps, tasks, support) row numbers.
-        query: (steps, tasks, query) row numbers.
-        support_y: the same shape as `support`: labels that stand in for the stored ones (n-way), or None.
-        query_y: likewise for `query`.
-        classes: (steps, tasks, n) the global class behind each label of a task (n-way), or None.
-    """
-
-    support: Tensor
-    query: Tensor
-    support_y: Tensor | None = None
-    query_y: Tensor | None = None
-    classes: Tensor | None = None
-
-    def to(self, device: torch.device | str) -> Draw:
-        """The same draw on a device."""
-        return Draw(*(None if part is None else part.to(device) for part in self))  # pyright: ignore[reportArgumentType]
-
-    def at(self, step: int | slice) -> Draw:
-        """The draw of one step, or of several."""
-        return Draw(*(None if part is None else part[step] for part in self))  # pyright: ignore[reportArgumentType]
 
 
 class TaskBuffer:
-    """All datapoints revealed so far, by task; with `max_tasks`, of so many tasks.
+    """All datapoints observed so far, by task; with `max_tasks`, those of a bounded number of tasks.
 
-    When a task begins for which there is no room, the one that counts least is forgotten, the oldest of equals.
+    If a new task exceeds the bound, the task with the smallest weight is dropped, the oldest among equals.
 
     Args:
         device: where the data is kept.
@@ -84,7 +35,7 @@ class TaskBuffer:
         self.device = torch.device(device)
         self.weights, self.max_tasks = weights, max_tasks
         self.store = Rows(self.device)
-        # Of the tasks kept; their numbers are those among all seen.
+        # Of the tasks kept; `numbers` counts all tasks seen.
         self.names: list[str] = []
         self.starts: list[int] = []
         self.numbers: list[int] = []
@@ -100,8 +51,12 @@ class TaskBuffer:
         """The number of datapoints kept."""
         return self.store.length
 
-    def begin(self, name: str) -> None:
-        """Open a new task, which enters the buffer with its first datapoint; what leaves it no room is forgotten."""
+    def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
+        """Open a new task, which enters the buffer with its first datapoint, and drop tasks that exceed the bound."""
+        if classes is not None and self.max_tasks is not None:
+            raise ValueError(f"task {name!r} has classes, and images are kept by class: leave max_tasks at None")
+        if classes is not None:
+            raise ValueError(f"task {name!r} has classes, earlier tasks have none; use a new learner")
         excess = 0 if self.max_tasks is None else len(self.names) + 1 - self.max_tasks
         if excess <= 0:
             self._open = name
@@ -110,14 +65,16 @@ class TaskBuffer:
         least_first = range(len(self.names)) if weights is None else np.argsort(weights, kind="stable").tolist()
         kept = sorted(least_first[excess:])
         spans = self._spans()
-        store = self.store.only([spans[i] for i in kept])
+        store = self.store.copy_of([spans[i] for i in kept])
         starts = np.cumsum([0, *self.counts()[kept[:-1]]]).tolist()
         names, numbers = [self.names[i] for i in kept], [self.numbers[i] for i in kept]
-        # At once: an interrupt comes before it or after.
+        # One statement: an interrupt comes before or after it.
         self.store, self.starts, self.names, self.numbers, self._open = store, starts, names, numbers, name
 
-    def append(self, batch: Batch) -> None:
-        """Keep datapoints of the open task."""
+    def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None) -> None:
+        """Store datapoints of the open task."""
+        if ids is not None:
+            raise ValueError("observe: ids belong to n-way tasks; open the task with begin(name, classes=[...])")
         start = self.store.length
         self.store.append(batch)
         if self._open is not None:
@@ -133,10 +90,33 @@ class TaskBuffer:
             return None
         return self.store.take(slice(self.starts[-1], self.store.length))
 
+    def current_classes(self) -> None:
+        """None: the tasks have no classes."""
+
+    @property
+    def num_new(self) -> int:
+        """The size of D_t."""
+        return 0 if self._open is not None or not self.names else self.store.length - self.starts[-1]
+
     def named(self, name: str) -> Batch | None:
-        """All datapoints of the tasks of a name, in the order they came; None where there are none."""
-        parts = [self.store.take(span) for own, span in zip(self.names, self._spans(), strict=True) if own == name]
-        return tree_map(lambda *leaves: torch.cat(leaves), *parts) if parts else None
+        """All datapoints of the tasks with a name, in order of arrival; None for an open task without data.
+
+        Raises:
+            ValueError: for a name without data.
+        """
+        batches = [self.store.take(span) for n, span in zip(self.names, self._spans(), strict=True) if n == name]
+        if not batches and name != self._open:
+            names = list(dict.fromkeys(self.names))
+            listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+            dropped = self.seen - len(self.names)
+            note = f"; {dropped} tasks were dropped by max_tasks={self.max_tasks}" if dropped else ""
+            raise ValueError(f"no data of task {name!r}; tasks with data: {listed or 'none yet'}{note}")
+        return tree_map(lambda *leaves: torch.cat(leaves), *batches) if batches else None
+
+    def latest(self, num: int) -> Batch | None:
+        """The latest datapoints, of any task."""
+        length = self.store.length
+        return self.store.take(slice(max(0, length - num), length)) if length else None
 
     def _spans(self) -> list[slice]:
         """The rows of each task."""
@@ -154,13 +134,13 @@ class TaskBuffer:
         Args:
             seed: of the learner.
             steps: the numbers of the meta-updates to draw for.
-            tasks: how many tasks a step, with replacement, from nu^t.
+            tasks: the number of tasks per step, drawn with replacement from nu^t.
             support: datapoints in a task's support set; may be 0.
             query: datapoints in a task's query set.
-            which: all tasks seen, those before the open one, or the open one only.
+            which: all tasks kept, those before the open one, or the open one only.
 
         Returns:
-            Row numbers on the buffer's device, or None where there is nothing to draw from.
+            Row numbers on the buffer's device, or None if there is nothing to draw from.
         """
         is_open = self._open is None and bool(self.names)
         last = len(self.names) - int(is_open)
@@ -171,8 +151,8 @@ class TaskBuffer:
         uniforms = np.stack([rng("draw", seed, step).random((tasks, 1 + 2 * width)) for step in steps])
         uniforms = uniforms.reshape(-1, 1 + 2 * width)
         weights = self._weights(stop) if which != "current" else None
-        chosen = first + _choose(uniforms[:, 0], stop - first, weights)
-        # Only the chosen tasks are looked at: the cost must not grow with the number of tasks.
+        chosen = first + choose(uniforms[:, 0], stop - first, weights)
+        # Only the chosen tasks are read, so that the cost does not grow with the number of tasks.
         numbers = chosen.tolist()
         starts = np.array([self.starts[i] for i in numbers], dtype=np.int64)
         stops = [self.starts[i + 1] if i + 1 < len(self.starts) else self.store.length for i in numbers]
@@ -182,96 +162,45 @@ class TaskBuffer:
         return Draw(picked[..., :support], picked[..., support:]).to(self.device)
 
     def _weights(self, stop: int) -> np.ndarray | None:
-        """nu^t of the first so many tasks kept; None where they count the same."""
+        """Weights of the first `stop` tasks kept; None if they are uniform."""
         if self.weights is None:
             return None
-        # Of all that were seen, without the open one where it is not drawn from.
-        found = checked_weights(self.weights, self.seen - (len(self.names) - stop))
+        # Weights over all tasks seen, excluding the current task if it is not sampled.
+        weights = checked_weights(self.weights, self.seen - (len(self.names) - stop))
         if self.seen > len(self.names):
-            found = found[self.numbers[:stop]]
-        return found if found.sum() > 0 else None
+            weights = weights[self.numbers[:stop]]
+        return weights if weights.sum() > 0 else None
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
-        return self.store.gather(draw.support, draw.support_y), self.store.gather(draw.query, draw.query_y)
+        return self.store.gather_draw(draw)
 
     def mark(self) -> tuple[Any, ...]:
-        """A point to return to with `rollback`, as long as no task is forgotten."""
+        """A point to return to with `rollback`, until a task is dropped."""
         return self.store.length, len(self.names), self.seen, self._open
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
-        """Forget what was appended after a mark."""
+        """Remove the datapoints appended after a mark."""
         length, num_tasks, self.seen, self._open = mark
         self.store.cut(length)
         del self.names[num_tasks:], self.starts[num_tasks:], self.numbers[num_tasks:]
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:
-        """Everything kept; with `data=False` only the bookkeeping, for a checkpoint whose stream rebuilds the data."""
+        """Everything stored; with `data=False` only the bookkeeping, for streams that rebuild the data."""
         state = {"kind": self.kind, "names": list(self.names), "starts": list(self.starts), "open": self._open}
         if self.seen > len(self.names):
             state |= {"numbers": list(self.numbers), "seen": self.seen}
         return state | self.store.state_dict(data)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state; without data in it, what is kept already must be what the state was saved with."""
+        """Restore a state; if it has no data, the stored data must be that of the state."""
         names, starts = list(state["names"]), list(state["starts"])
-        # Where nothing was forgotten, a state does not say it.
+        # A state lists them only if tasks were dropped.
         numbers, seen = list(state.get("numbers", range(len(names)))), state.get("seen", len(names))
         self.store.load_state_dict(state)
         if "data" not in state and (starts, numbers) != (self.starts, self.numbers):
             raise ValueError(
-                f"the state was saved without its data, of tasks {numbers} as they came, and {self.numbers} are here;"
+                f"the state was saved without its data, of tasks {numbers}, but tasks {self.numbers} are present;"
                 " observe the same data (update=False) before loading"
             )
         self.names, self.starts, self.numbers, self.seen, self._open = names, starts, numbers, seen, state["open"]
-
-
-def checked_weights(weights: Weights, num: int) -> np.ndarray:
-    """The weights of 0 .. num-1, refused where they are no distribution."""
-    given = np.asarray(weights(num), dtype=np.float64)
-    if given.shape != (num,) or not np.isfinite(given).all() or (given < 0).any() or given.sum() <= 0:
-        raise ValueError(f"the task weights must be {num} numbers, none negative and not all zero; got {given}")
-    return given
-
-
-def _choose(uniform: np.ndarray, num: int, weights: np.ndarray | None) -> np.ndarray:
-    """Tasks 0 .. num-1 from uniform numbers, by weight."""
-    if weights is None:
-        return np.minimum((uniform * num).astype(np.int64), num - 1)
-    cumulative = np.cumsum(weights)
-    return np.minimum(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"), num - 1)
-
-
-def distinct(uniform: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
-    """Up to `width` distinct numbers below each count, in random order (Floyd's sampling, then a shuffle).
-
-    Args:
-        uniform: (rows, 2 width) uniform numbers.
-        counts: (rows,), one or more.
-        width: numbers wanted; rows with a smaller count repeat their numbers in turn.
-    """
-    take = np.minimum(counts, width)[:, None]
-    columns = np.arange(width)
-    tops = counts[:, None] - take + columns
-    # Candidates, in place of which stands the top of those that are taken already.
-    chosen = np.minimum((uniform[:, :width] * (tops + 1)).astype(np.int64), tops)
-    for j in range(1, width):
-        taken = (chosen[:, :j] == chosen[:, j, None]).any(1)
-        np.copyto(chosen[:, j], tops[:, j], where=taken)
-    keys = np.where(columns < take, uniform[:, width:], 2.0)
-    order = np.argsort(keys, axis=1, kind="stable")
-    # Columns that are not wanted, from `take` on, stay behind the others and are not read.
-    return np.take_along_axis(chosen, np.take_along_axis(order, columns % take, axis=1), axis=1)
-
-
-def split(numbers: np.ndarray, counts: np.ndarray, support: int, query: int) -> np.ndarray:
-    """Columns for the support set, then for the query set; short rows are divided in proportion and repeated."""
-    width = support + query
-    if support == 0 or (counts >= width).all():
-        return numbers
-    have = np.minimum(counts, width)
-    for_support = np.clip(have * support // width, 1, np.maximum(have - 1, 1))
-    for_query = np.maximum(have - for_support, 1)
-    first = np.arange(support) % for_support[:, None]
-    second = (np.where(have > 1, for_support, 0))[:, None] + np.arange(query) % for_query[:, None]
-    return np.take_along_axis(numbers, np.concatenate([first, second], axis=1), axis=1)

@@ -1,18 +1,131 @@
-"""Storage of datapoints that grows with what is revealed."""
+"""Rows of datapoints: growing storage, and the drawing of row numbers.
+
+The rows of all tasks lie one after the other in one tensor, images as uint8 if they arrived so. A draw is a set of row
+numbers, made on the CPU from (seed, step) for a whole reveal at once and moved to the device once, so that every device
+sees the same draws.
+
+A task of n datapoints gives disjoint support and query sets. If n is smaller than support + query, its datapoints are
+divided between the two in proportion, at least one each, and repeated in turn to fill the sets; a single datapoint is
+both.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from metaleader.tasks import Batch, check_alike, num_rows, rows, to_device
 
+# nu^t: the weights of tasks 0 .. t-1, given t
+Weights = Callable[[int], np.ndarray]
+Which = Literal["all", "past", "current"]
+
+
+def recency(half_life: float) -> Weights:
+    """Weights that halve with every `half_life` tasks of age.
+
+    >>> recency(1.0)(3)
+    array([0.25, 0.5 , 1.  ])
+    """
+    if not half_life > 0:
+        raise ValueError(f"half_life must be positive, got {half_life}")
+    return lambda num_tasks: 0.5 ** (np.arange(num_tasks - 1, -1, -1) / half_life)
+
+
+class Draw(NamedTuple):
+    """Meta-batches as row numbers: a leading step dimension, then tasks, then datapoints.
+
+    Attributes:
+        support: (steps, tasks, support) row numbers.
+        query: (steps, tasks, query) row numbers.
+        support_y: the same shape as `support`: labels that replace the stored ones (n-way), or None.
+        query_y: likewise for `query`.
+        classes: (steps, tasks, n) the global class behind each label of a task (n-way), or None.
+    """
+
+    support: Tensor
+    query: Tensor
+    support_y: Tensor | None = None
+    query_y: Tensor | None = None
+    classes: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Draw:
+        """A copy of the draw on a device."""
+        return Draw(*(None if index is None else index.to(device) for index in self))  # pyright: ignore[reportArgumentType]
+
+    def at(self, step: int | slice) -> Draw:
+        """The draw of one step, or of a slice of steps."""
+        return Draw(*(None if index is None else index[step] for index in self))  # pyright: ignore[reportArgumentType]
+
+
+class Memory(Protocol):
+    """All data observed, as a learner sees it: `TaskBuffer`, or `ClassBuffer` for n-way tasks."""
+
+    store: Rows
+
+    def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
+        """Open a new task; D_t is empty."""
+        ...
+
+    def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None) -> None:
+        """Store datapoints of the open task."""
+        ...
+
+    def current(self) -> Batch | None:
+        """D_t, or None before its first datapoint."""
+        ...
+
+    def current_classes(self) -> Tensor | None:
+        """The global class behind each label of the open task; None without classes."""
+        ...
+
+    def named(self, name: str) -> Batch | None:
+        """All datapoints observed under a name."""
+        ...
+
+    def latest(self, num: int) -> Batch | None:
+        """A few of the latest datapoints, with valid labels."""
+        ...
+
+    @property
+    def num_new(self) -> int:
+        """The number of datapoints of D_t that no earlier task had."""
+        ...
+
+    def draw(
+        self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int, which: Which = "all"
+    ) -> Draw | None:
+        """Draw meta-batches for some steps."""
+        ...
+
+    def gather(self, draw: Draw) -> tuple[Batch, Batch]:
+        """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
+        ...
+
+    def mark(self) -> tuple[Any, ...]:
+        """A point to return to with `rollback`."""
+        ...
+
+    def rollback(self, mark: tuple[Any, ...]) -> None:
+        """Remove the datapoints appended after a mark."""
+        ...
+
+    def state_dict(self, data: bool = True) -> dict[str, Any]:
+        """Everything stored; with `data=False` only the bookkeeping."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state."""
+        ...
+
 
 class Rows:
-    """Growing storage: one tensor a leaf, rows appended in the order of arrival."""
+    """Growing storage of datapoints: one tensor per leaf, rows in the order of arrival."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -20,7 +133,7 @@ class Rows:
         self.data: Batch | None = None
 
     def append(self, batch: Batch) -> None:
-        """Keep rows after those already here."""
+        """Add rows at the end."""
         batch = to_device(batch, self.device)
         num = num_rows(batch)
         if self.data is None:
@@ -28,39 +141,43 @@ class Rows:
         else:
             check_alike(batch, self.data, "observe")
             if self.length + num > num_rows(self.data):
-                # A quarter more than needed: appending stays cheap, and the memory close to the bytes of the data.
+                # A quarter more than needed, which keeps appending cheap and memory close to the size of the data.
                 capacity = (self.length + num) * 5 // 4
                 self.data = tree_map(lambda leaf: _grown(leaf, self.length, capacity), self.data)
             tree_map(lambda leaf, new: leaf[self.length : self.length + num].copy_(new), self.data, batch)
         self.length += num
 
     def cut(self, length: int) -> None:
-        """Forget the rows after the first few."""
+        """Remove the rows from `length` on."""
         self.length = length
         if length == 0:  # the next rows may have any shape
             self.data = None
 
-    def only(self, parts: list[slice]) -> Rows:
-        """Some of the rows, copied: what was taken from here before stays as it is."""
-        found = Rows(self.device)
+    def copy_of(self, spans: list[slice]) -> Rows:
+        """A copy of some of the rows; batches taken from this storage stay valid."""
+        copied = Rows(self.device)
         if self.data is not None:
-            found.data = tree_map(lambda leaf: torch.cat([leaf[part] for part in parts]), self.data)
-            found.length = num_rows(found.data)
-        return found
+            copied.data = tree_map(lambda leaf: torch.cat([leaf[span] for span in spans]), self.data)
+            copied.length = num_rows(copied.data)
+        return copied
 
     def take(self, index: slice | Tensor) -> Batch:
-        """The rows at an index; there must be some."""
+        """The rows at an index of a storage that is not empty."""
         assert self.data is not None
         return rows(self.data, index)
 
     def gather(self, index: Tensor, y: Tensor | None) -> Batch:
-        """The rows at an index, with targets of their own where given."""
+        """The rows at an index, with the given targets instead of the stored ones."""
         assert self.data is not None
         x = rows(self.data.x, index)
         return Batch(x, rows(self.data.y, index) if y is None else y)
 
+    def gather_draw(self, draw: Draw) -> tuple[Batch, Batch]:
+        """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
+        return self.gather(draw.support, draw.support_y), self.gather(draw.query, draw.query_y)
+
     def state_dict(self, data: bool) -> dict[str, Any]:
-        """The rows, or with `data=False` their number only."""
+        """The rows, or with `data=False` only their number."""
         state: dict[str, Any] = {"length": self.length}
         if data:
             kept = None if self.data is None else rows(self.data, slice(0, self.length))
@@ -68,13 +185,13 @@ class Rows:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state; without data in it, as many rows must be here already."""
+        """Restore a state; if it has no data, the same number of rows must be present."""
         if "data" in state:
             data = None if state["data"] is None else Batch(state["data"]["x"], state["data"]["y"])
             self.data = None if data is None else tree_map(lambda leaf: leaf.to(self.device, copy=True), data)
         elif state["length"] != self.length:
             raise ValueError(
-                f"the state was saved without its data, of {state['length']} datapoints, and {self.length} are here;"
+                f"the state was saved without its data of {state['length']} datapoints, but {self.length} are present;"
                 " observe the same data (update=False) before loading"
             )
         self.length = state["length"]
@@ -84,3 +201,54 @@ def _grown(leaf: Tensor, length: int, capacity: int) -> Tensor:
     larger = torch.empty((capacity, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
     larger[:length].copy_(leaf[:length])
     return larger
+
+
+def checked_weights(weights: Weights, num: int) -> np.ndarray:
+    """The weights of tasks 0 .. num-1, checked."""
+    given = np.asarray(weights(num), dtype=np.float64)
+    if given.shape != (num,) or not np.isfinite(given).all() or (given < 0).any() or given.sum() <= 0:
+        raise ValueError(f"the task weights must be {num} numbers, none negative and not all zero; got {given}")
+    return given
+
+
+def choose(uniform: np.ndarray, num: int, weights: np.ndarray | None) -> np.ndarray:
+    """Choose tasks 0 .. num-1 by weight, from uniform numbers."""
+    if weights is None:
+        return np.minimum((uniform * num).astype(np.int64), num - 1)
+    cumulative = np.cumsum(weights)
+    return np.minimum(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"), num - 1)
+
+
+def distinct(uniform: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
+    """Up to `width` distinct numbers below each count, in random order (Floyd's sampling, then a shuffle).
+
+    Args:
+        uniform: (rows, 2 width) uniform numbers.
+        counts: (rows,), one or more.
+        width: numbers wanted; rows with a smaller count repeat their numbers in turn.
+    """
+    take = np.minimum(counts, width)[:, None]
+    columns = np.arange(width)
+    tops = counts[:, None] - take + columns
+    # A candidate that was chosen before is replaced by its top.
+    chosen = np.minimum((uniform[:, :width] * (tops + 1)).astype(np.int64), tops)
+    for j in range(1, width):
+        taken = (chosen[:, :j] == chosen[:, j, None]).any(1)
+        np.copyto(chosen[:, j], tops[:, j], where=taken)
+    keys = np.where(columns < take, uniform[:, width:], 2.0)
+    order = np.argsort(keys, axis=1, kind="stable")
+    # Columns from `take` on are sorted behind the others and are not read.
+    return np.take_along_axis(chosen, np.take_along_axis(order, columns % take, axis=1), axis=1)
+
+
+def split(numbers: np.ndarray, counts: np.ndarray, support: int, query: int) -> np.ndarray:
+    """Columns for the support set, then for the query set; short rows are divided in proportion and repeated."""
+    width = support + query
+    if support == 0 or (counts >= width).all():
+        return numbers
+    have = np.minimum(counts, width)
+    for_support = np.clip(have * support // width, 1, np.maximum(have - 1, 1))
+    for_query = np.maximum(have - for_support, 1)
+    first = np.arange(support) % for_support[:, None]
+    second = (np.where(have > 1, for_support, 0))[:, None] + np.arange(query) % for_query[:, None]
+    return np.take_along_axis(numbers, np.concatenate([first, second], axis=1), axis=1)

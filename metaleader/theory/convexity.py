@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
-from metaleader.gradient.inner import LossFn, adapt
-from metaleader.gradient.meta import meta_gradient
+from metaleader.gradient.meta import adapt, meta_gradient
+from metaleader.gradient.selection import LossFn
 from metaleader.theory.quadratics import Quadratics, check_positive_definite
 
 

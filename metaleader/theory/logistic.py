@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from metaleader.gradient.inner import Params
+from metaleader.gradient.selection import Params
 from metaleader.theory.convexity import Constants
 
 # The largest |s''| of the sigmoid s.

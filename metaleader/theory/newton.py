@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, grad_and_value, jacrev, vmap
 
-from metaleader.gradient.inner import LossFn, adapt
+from metaleader.gradient.meta import adapt
+from metaleader.gradient.selection import LossFn
 from metaleader.tasks import num_rows, rows
 from metaleader.theory.convexity import Constants
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metaleader.gradient.inner import Params
+from metaleader.gradient.selection import Params
 
 
 class Quadratics(NamedTuple):

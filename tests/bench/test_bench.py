@@ -13,6 +13,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from oracles import engine_gradient
 from torch.utils._pytree import tree_map
 
 import metaleader as ml
@@ -26,6 +27,7 @@ from metaleader.engine.conv import gradient
 from metaleader.engine.conv import torch_ops as passes
 from metaleader.engine.engine import Engine
 from metaleader.engine.objective import Objective
+from metaleader.gradient.meta import Inner
 from metaleader.nets.functional import Network
 
 CPU = torch.device("cpu")
@@ -44,7 +46,7 @@ def first(tree: Any) -> Any:
 
 
 def objective_of(work: Work) -> Objective:
-    return Objective(Network(work.model(), work.loss), INNER_LR, work.inner_steps)
+    return Objective(Network(work.model(), work.loss), Inner(INNER_LR, work.inner_steps))
 
 
 def unrolled(work: Work, params: Any, support: Any, query: Any) -> Any:
@@ -60,7 +62,7 @@ def test_the_loop_is_the_meta_gradient_in_float64() -> None:
     expected = unrolled(TINY, *first(inputs))
     assert distance(peers.loop_gradient(TINY, *first(inputs)), expected) < 1e-12
     assert distance(first(exact_gradient(objective_of(TINY), inputs)), expected) < 1e-12
-    fast = Engine("eager").gradient(objective_of(TINY), *inputs, None)[1]
+    fast = engine_gradient(Engine("eager"), objective_of(TINY), *inputs)[1]
     assert distance(first(fast), expected) < 1e-12
 
 
@@ -68,7 +70,7 @@ def test_the_gradient_of_each_task_alone() -> None:
     """In one call of the engine, for learners side by side: each task's own gradient, in their order."""
     work = replace(TINY, seeds=2)
     inputs = doubled(work.inputs(CPU))
-    found = Engine("eager").gradient(objective_of(work), *one_task_each(inputs), None)[1]
+    found = engine_gradient(Engine("eager"), objective_of(work), *one_task_each(inputs))[1]
     for r in range(2):
         params, support, query = tree_map(lambda leaf: leaf[r], inputs)  # noqa: B023
         for i in range(4):
@@ -81,10 +83,9 @@ class Wrong(Engine):
     """An engine whose gradient of the first learner is too long by a hundredth."""
 
     def gradient(self, *inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss, found = super().gradient(*inputs)
-        for value in found.values():
-            value[0] *= 1.01
-        return loss, found
+        losses_and_norms, found = super().gradient(*inputs)
+        found[0] *= 1.01
+        return losses_and_norms, found
 
 
 def test_errors_are_of_single_tasks_and_of_their_mean() -> None:

@@ -1,5 +1,6 @@
 """The public checks over all of our learners and streams, and learners and streams that each check must catch."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -151,7 +152,7 @@ class CountsQuestions(ml.FTML):
     """Draws other data after it was asked to adapt, without a trace in its state."""
 
     def adapt(self, *args: Any, **options: Any) -> Any:
-        self.seed += 1
+        self.options = dataclasses.replace(self.options, seed=self.options.seed + 1)
         return super().adapt(*args, **options)
 
 
@@ -295,7 +296,7 @@ class ForgetsIds(ml.FTML):
 
     def load_state_dict(self, state: Any) -> None:
         super().load_state_dict(state)
-        getattr(self._buffer, "_row_of", {}).clear()
+        getattr(self.memory, "_row_of", {}).clear()
 
 
 class TakesTasksOfBothKinds(ml.FTML):

@@ -29,8 +29,8 @@ from metaleader.engine import compiled as compiled_module
 from metaleader.engine import engine as engine_module
 from metaleader.engine.engine import Engine, Mode
 from metaleader.engine.objective import Objective
+from metaleader.gradient.meta import Inner
 from metaleader.learners import update_together
-from metaleader.learners.joint import Joint, outer_steps
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch
 
@@ -101,9 +101,9 @@ def learner(
     return made
 
 
-def updated(mode: Mode, seeds: int = 1, together: bool = True, keep: bool = True, **options: Any) -> list[ml.Learner]:
+def updated(mode: Mode, seeds: int = 1, together: bool = True, **options: Any) -> list[ml.Learner]:
     """Learners after three updates."""
-    engine = Engine(mode, device=options.get("device", CPU), keep_linearisations=keep)
+    engine = Engine(mode, device=options.get("device", CPU))
     learners = [learner(engine, seed=seed, **options) for seed in range(seeds)]
     for group in [learners] if together else [[one] for one in learners]:
         update_together(group)
@@ -116,8 +116,7 @@ def assert_same(found: list[ml.Learner], expected: list[ml.Learner], rtol: float
     for one, other in zip(found, expected, strict=True):
         assert one.step == other.step > 0
         # All that is learned: step sizes too, where they are.
-        for name, value in other._outer.params.items():
-            torch.testing.assert_close(one._outer.params[name], value, rtol=rtol, atol=rtol)
+        torch.testing.assert_close(one.state.flat, other.state.flat, rtol=rtol, atol=rtol)
 
 
 # Modes agree over a few updates.
@@ -194,8 +193,8 @@ def test_several_updates_as_one_program_are_the_same(
         engine = Engine("compiled")
         with monkeypatch.context() as patch:
             if not several:
-                patch.setattr(Engine, "takes_several", lambda self, objective: False)
-            patch.setattr(engine_module, "SeveralUpdates", spied(engine_module.SeveralUpdates, made))
+                patch.setattr(Engine, "runs_updates_together", lambda self, objective: False)
+            patch.setattr(engine_module, "Updates", spied(engine_module.Updates, made))
             both = [learner(engine, seed=seed, model=mlp, **options) for seed in range(2)]
             for _ in range(2):
                 update_together(both, 13)
@@ -242,7 +241,8 @@ def test_one_program_whatever_the_step_sizes(quick_compiler: None) -> None:
 def test_a_copied_learner_runs_beside_the_original(quick_compiler: None) -> None:
     one = learner(Engine("compiled"), mlp, ml.TOE)
     other = copy.deepcopy(one)
-    assert isinstance(outer_steps([one._outer, other._outer]), Joint)
+    update_together([one, other], 2)
+    assert torch.equal(one.state.flat, other.state.flat)
 
 
 def test_an_update_of_several_that_fails_leaves_the_learner(quick_compiler: None) -> None:
@@ -349,7 +349,7 @@ def gradients(
         for part in ("support", "query")
     )
     engine = Engine(mode)
-    _, found = engine.gradient(Objective(network, 0.3, 2), params, support, query, None)
+    _, found = oracles.engine_gradient(engine, Objective(network, Inner(0.3, 2)), params, support, query)
     loss_fn = oracles.module_loss(model, F.cross_entropy)
     slow = []
     for r in range(2):
@@ -458,18 +458,18 @@ def test_norms_that_torch_gets_wrong_are_right_in_every_mode(
     engine, found, expected = gradients(model(), "compiled")
     assert_close(found, expected)
     if engine.mode == "eager":
-        assert "going on eagerly: torch's second derivative of it is off by" in messages.text
+        assert "continuing eagerly: torch's second derivative of it is off by" in messages.text
 
 
 def test_flawed_norm_compiles_where_it_is_not_differentiated_twice(quick_compiler: None) -> None:
     network = Network(after_conv(nn.LayerNorm([4, 6, 6])).double(), ml.losses.cross_entropy)
     params = {name: value[None] for name, value in network.params().items()}
     batch = Batch(oracles.normal("once", 1, 2, 4, *IMAGE), oracles.labels("once", CLASSES, 1, 2, 4))
-    objective = Objective(network, 0.3, 2, only="last")
+    objective = Objective(network, Inner(0.3, 2, only="last"))
     compiled = Engine("compiled")
-    _, found = compiled.gradient(objective, params, batch, batch, None)
+    _, found = oracles.engine_gradient(compiled, objective, params, batch, batch)
     assert compiled.mode == "compiled"
-    assert_close(found, Engine("eager").gradient(objective, params, batch, batch, None)[1])
+    assert_close(found, oracles.engine_gradient(Engine("eager"), objective, params, batch, batch)[1])
 
 
 outside: Any = torch.compiler.disable(torch.tanh)
@@ -491,7 +491,7 @@ def test_what_does_not_compile_goes_on_eagerly_and_says_so(
 ) -> None:
     engine, found, expected = gradients(Unruly(), "compiled")
     assert engine.mode == "eager"
-    assert "the network does not compile, going on eagerly: " in messages.text
+    assert "the network does not compile, continuing eagerly: " in messages.text
     assert_close(found, expected)
 
 
@@ -514,11 +514,11 @@ def test_a_new_shape_is_a_new_program(quick_compiler: None) -> None:
     engine = Engine("compiled")
     network = Network(mlp(), ml.losses.cross_entropy)
     params = {name: value[None] for name, value in network.params().items()}
-    objective = Objective(network, 0.3, 1)
+    objective = Objective(network, Inner(0.3, 1))
     for num in (2, 5):
         batch = Batch(oracles.normal("shape", 1, 2, num, *IMAGE), oracles.labels("shape", CLASSES, 1, 2, num))
-        _, found = engine.gradient(objective, params, batch, batch, None)
-        assert_close(found, Engine("eager").gradient(objective, params, batch, batch, None)[1])
+        _, found = oracles.engine_gradient(engine, objective, params, batch, batch)
+        assert_close(found, oracles.engine_gradient(Engine("eager"), objective, params, batch, batch)[1])
     assert engine.mode == "compiled"
 
 

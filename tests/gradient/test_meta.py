@@ -12,7 +12,7 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from metaleader import losses, meta_gradient, models
-from metaleader.gradient.inner import adapt
+from metaleader.gradient.meta import adapt
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, rng
 
@@ -340,7 +340,7 @@ def test_trees_of_inputs_and_an_untouched_initialisation():
         ({"inner_steps": -1}, "0 or more, got -1"),
         ({"chunk": 0}, "chunk must be at least 1, got 0"),
         ({"noise": torch.zeros(STEPS, TASKS, dtype=torch.int64)}, f"{STEPS + 1} rows"),
-        ({"noise": torch.zeros(STEPS + 1, 7, dtype=torch.int64)}, "one column a task"),
+        ({"noise": torch.zeros(STEPS + 1, 7, dtype=torch.int64)}, "one column per task"),
         ({"inner_lr": {"nobody": 0.1}}, r"unknown \['nobody'\]"),
         ({"only": "nobody"}, "matches no parameter"),
         ({"loss_fn": lambda params, batch: batch.y.double()}, r"scalar tensor, got shape \(6,\)"),

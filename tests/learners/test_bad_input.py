@@ -149,7 +149,7 @@ def test_unequal_numbers_of_rows(learners: Any, num: int, other: int, update: bo
     other += num == other
     low, high = sorted([num, other])
     refused(
-        learners["labels"], batch(num).x, batch(other).y, rf"one row a datapoint, got \[{low}, {high}\] rows", update
+        learners["labels"], batch(num).x, batch(other).y, rf"one row per datapoint, got \[{low}, {high}\] rows", update
     )
 
 
@@ -188,13 +188,13 @@ def test_a_loss_of_the_wrong_shape(num: int, shape: tuple[int, ...], update: boo
         shape = (*shape, 1)
     learner = make(lambda prediction, target: prediction.sum() * torch.ones(shape))
     text = str(shape).replace("(", r"\(").replace(")", r"\)")
-    refused(learner, *batch(num), rf"the loss must return one value a datapoint, .* or a scalar; got {text}", update)
+    refused(learner, *batch(num), rf"the loss must return one value per datapoint, .* or a scalar; got {text}", update)
 
 
 @pytest.mark.parametrize("value", [None, 1.0, "loss", (torch.zeros(()),)])
 def test_a_loss_that_is_no_tensor(value: Any) -> None:
     learner = make(lambda prediction, target: value)
-    refused(learner, *batch(3), rf"the loss must return one value a datapoint, .*got {type(value).__name__}")
+    refused(learner, *batch(3), rf"the loss must return one value per datapoint, .*got {type(value).__name__}")
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ class Flat(nn.Module):
 def test_a_model_that_loses_the_rows() -> None:
     learner = ml.FTML(Flat, ml.losses.squared_error)
     learner.begin("a task")
-    refused(learner, *batch(5), r"the model must return a tensor with one row a datapoint, got \(3,\)")
+    refused(learner, *batch(5), r"the model must return a tensor with one row per datapoint, got \(3,\)")
 
 
 def test_good_data_is_taken_after_any_refusal() -> None:
@@ -310,11 +310,11 @@ def load(path: Path, hidden: tuple[int, ...] = (5,)) -> ml.FTML:
 
 @examples(st.lists(st.integers(1, 8), max_size=3).map(tuple).filter(lambda hidden: hidden != (5,)))
 def test_a_checkpoint_of_another_model(saved: Path, hidden: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"the state is of another model: .*(saved \(|only in the)"):
+    with pytest.raises(ValueError, match=r"the state belongs to another model: .*(saved \(|only in the)"):
         load(saved, hidden)
     learner = ml.FTML(lambda: ml.models.mlp(INPUTS, CLASSES, hidden), ml.losses.cross_entropy)
     before = snapshot(learner)
-    with pytest.raises(ValueError, match="the state is of another model"):
+    with pytest.raises(ValueError, match="the state belongs to another model"):
         learner.load_state_dict(OLD["labels"].state_dict())
     assert not differences(before, learner.state_dict())
 
@@ -349,7 +349,7 @@ def test_a_checkpoint_with_another_loss_preprocess_or_activation(
         caplog.clear()
         ml.FTML.load(path, model, loss, preprocess=preprocess)
         assert "was saved with a loss of " in caplog.text
-    assert "here it is not to be had (no labels)" in caplog.text
+    assert "here it is not computable (no labels)" in caplog.text
     caplog.clear()
     ml.FTML.load(path, net, ml.losses.cross_entropy, preprocess=torch.neg)
     assert not caplog.text

@@ -48,11 +48,11 @@ def test_an_update_follows_autograd_through_every_step(every_step: bool, only: s
     before, sizes = {name: value.clone() for name, value in made.params.items()}, made.step_sizes
     assert set(sizes) == {name for name in before if only is None or name.startswith("3.")}
     assert all(size == pytest.approx(0.1) for size in sizes.values())
-    draw = made._draw(range(1))
+    draw = made.draw(range(1))
     assert draw is not None
-    support, query = (oracles.tree_map(lambda leaf: leaf[0], batch) for batch in made._gather(draw))
+    support, query = (oracles.tree_map(lambda leaf: leaf[0], batch) for batch in made.memory.gather(draw))
     _, gradient, by_size = oracles.unrolled(
-        made._network.loss_fn, before, support, query, sizes, 3, list(sizes), every_step=every_step
+        made.network.loss_fn, before, support, query, sizes, 3, list(sizes), every_step=every_step
     )
     made.update(1)
     for name, value in before.items():

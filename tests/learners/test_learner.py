@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import metaleader as ml
 from metaleader.checks.trees import differences, snapshot
-from metaleader.learners.optimizer import Outer
+from metaleader.learners.update import Outer
 from metaleader.tasks import rng
 
 Params = dict[str, Tensor]
@@ -558,14 +558,14 @@ def test_a_task_in_turns() -> None:
     turns.begin("three")
     start = dict(turns.adapt(task="three").named_parameters())
     assert not differences({name: value.detach() for name, value in start.items()}, dict(turns.params))
-    with pytest.raises(ValueError, match="nothing is kept under 'four'; tasks with data: one, two"):
+    with pytest.raises(ValueError, match="no data of task 'four'; tasks with data: one, two"):
         turns.adapt(task="four")
     turns.begin(5)  # pyright: ignore[reportArgumentType]
     turns.observe(*other, update=False)
     found = dict(turns.adapt(task=5).named_parameters())  # pyright: ignore[reportArgumentType]
     for name, value in turns.adapt().named_parameters():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="TOE is used as it is, and adapts to no task"):
+    with pytest.raises(ValueError, match="TOE is used unadapted and adapts to no task"):
         ml.TOE(module(), ml.losses.squared_error, **SIZES).adapt(task="one")
 
 
@@ -676,7 +676,7 @@ def test_a_state_without_its_data_continues_where_the_data_was_observed_again(na
     state = learner.state_dict(data=False)
     assert "data" not in state["buffer"]
     untouched = snapshot(other)
-    with pytest.raises(ValueError, match=r"17 datapoints, and 0 are here; observe the same data"):
+    with pytest.raises(ValueError, match=r"17 datapoints, but 0 are present; observe the same data"):
         other.load_state_dict(state)
     assert not differences(untouched, other.state_dict())
     observe(other, update=False)
@@ -753,16 +753,14 @@ def test_an_interrupt_while_results_are_written_leaves_the_learner(
         return learner
 
     learner, undisturbed = made(), made()
-    take, calls = Outer.take, []
+    states = Outer.states
 
-    def interrupted(self: Outer, *given: Any) -> None:
-        calls.append(given)
-        take(self, *given)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
+    def interrupted(self: Outer, step: int) -> Any:
+        yield states(self, step)[0]
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Outer, "take", interrupted)
+        patch.setattr(Outer, "states", interrupted)
         with pytest.raises(KeyboardInterrupt):
             learner.update(1)
     assert not differences(learner.state_dict(), undisturbed.state_dict())
@@ -792,10 +790,10 @@ def test_a_bounded_memory_is_that_of_its_tasks(name: str) -> None:
             for batch in reveals:
                 learner.observe(*batch)
         found.append(learner)
-    every, enough, few = (learner._outer.flattened() for learner in found)
+    every, enough, few = (learner.state.flat for learner in found)
     assert torch.equal(every, enough)
     assert not torch.equal(every, few)
-    assert len(found[2]._buffer) == 2
+    assert len(found[2].memory) == 2
 
 
 def test_a_bounded_memory_goes_on_from_its_file(tmp_path: Path) -> None:
@@ -811,7 +809,7 @@ def test_a_bounded_memory_goes_on_from_its_file(tmp_path: Path) -> None:
     again = ml.FTML.load(tmp_path / "few.safetensors", module(), ml.losses.squared_error)
     for one in (learner, again):
         play(one, range(5, 8))
-    assert learner._buffer.state_dict().keys() >= {"numbers", "seen"}
+    assert learner.memory.state_dict().keys() >= {"numbers", "seen"}
     assert not differences(snapshot(learner), snapshot(again))
 
 
@@ -820,9 +818,9 @@ def test_what_a_bounded_memory_says() -> None:
     for t, (batch, _) in enumerate(tasks(4)):
         learner.begin(f"task {t}")
         learner.observe(*batch, update=False)
-    kept = learner._buffer.state_dict()["names"]
+    kept = learner.memory.state_dict()["names"]
     gone = next(f"task {t}" for t in range(4) if f"task {t}" not in kept)
-    with pytest.raises(ValueError, match=f"under '{gone}'; tasks with data: .*; 2 more are forgotten, for max_tasks=2"):
+    with pytest.raises(ValueError, match=f"task '{gone}'; tasks with data: .*; 2 tasks were dropped by max_tasks=2"):
         learner.adapt(task=gone)
     with pytest.raises(ValueError, match="kept by class: leave max_tasks at None"):
         make_ftml(max_tasks=2)(module(), ml.losses.squared_error, **SIZES).begin("a", classes=[0, 1])
@@ -838,7 +836,7 @@ def test_a_state_with_classes_and_a_bounded_memory() -> None:
     for t, (batch, _) in enumerate(tasks(4)):
         learner.begin(f"task {t}")
         learner.observe(*batch, update=False)
-    assert len(learner._buffer) == 2
+    assert len(learner.memory.state_dict()["names"]) == 2
 
 
 def test_an_interrupt_while_data_is_kept_leaves_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -852,7 +850,7 @@ def test_an_interrupt_while_data_is_kept_leaves_the_learner(monkeypatch: pytest.
         def append(self, value: int) -> None:
             raise KeyboardInterrupt
 
-    buffer: Any = learner._buffer
+    buffer: Any = learner.memory
     buffer.starts = Stopping(buffer.starts)
     with pytest.raises(KeyboardInterrupt):
         learner.observe(*tasks()[1][0])

@@ -11,7 +11,7 @@ from torch import nn
 import metaleader as ml
 from metaleader.evaluate import preload
 from metaleader.memory.by_class import ClassBuffer
-from metaleader.memory.by_task import recency
+from metaleader.memory.rows import recency
 from metaleader.tasks import Batch
 
 
@@ -217,7 +217,7 @@ def test_bad_classes(classes, message):
     [
         ([0, 2], None, r"label 2 is not in 0\.\.1"),
         ([0, -1], None, "label -1"),
-        ([0.0, 1.0], None, "one integer a datapoint"),
+        ([0.0, 1.0], None, "one integer per datapoint"),
         ([0, 1], [5], "1 ids for 2 datapoints"),
         ([0, 1], [5, -2], "must not be negative, got -2"),
         ([0, 1], [5.0, 6.0], "must be a list of integers"),
@@ -326,6 +326,8 @@ def test_a_failed_first_update_leaves_the_learner_free_for_other_data():
     with pytest.raises(ValueError, match="support must be a multiple of the 2 classes"):
         player.observe(images([0, 1]), torch.tensor([0, 1]), ids=[0, 1])
     assert (player.num_datapoints, player.num_new) == (0, 0)
-    player.support = 4
-    player.observe(images([5, 6]), torch.tensor([1, 0]), ids=[0, 1])  # the ids are free again, for other images
+    # The ids are free again, for other images.
+    player.observe(images([5, 6]), torch.tensor([1, 0]), ids=[0, 1], update=False)
     assert player.num_datapoints == 2
+    with pytest.raises(ValueError, match="support is set when a learner is built"):
+        player.support = 4

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from metaleader.memory.by_task import TaskBuffer, Weights, distinct, recency
+from metaleader.memory.by_task import TaskBuffer
+from metaleader.memory.rows import Weights, distinct, recency
 from metaleader.tasks import Batch
 
 
@@ -334,7 +335,7 @@ def test_state_without_data():
     assert not any(isinstance(leaf, Tensor) for leaf in tree_leaves(state))
     other.load_state_dict(state)
     assert_same(buffer, other)
-    with pytest.raises(ValueError, match=r"without its data, of 7 datapoints, and 3 are here; observe the same data"):
+    with pytest.raises(ValueError, match=r"without its data of 7 datapoints, but 3 are present; observe the same data"):
         filled([3]).load_state_dict(state)
 
 
@@ -447,7 +448,7 @@ def test_a_state_without_data_needs_the_same_tasks():
     state = filled([2] * 6, max_tasks=3).state_dict(data=False)
     for other in (filled([2] * 5, max_tasks=3), filled([2] * 6, late_ones_count_less, 3), filled([2] * 3)):
         with pytest.raises(
-            ValueError, match=r"without its data, of tasks \[3, 4, 5\] as they came, and \[.*\] are here"
+            ValueError, match=r"without its data, of tasks \[3, 4, 5\], but tasks \[.*\] are present"
         ):
             other.load_state_dict(state)
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metaleader.engine.conv.trace import Layer
-from metaleader.gradient.inner import Params
+from metaleader.gradient.selection import Params
 
 
 class Plan:

@@ -18,6 +18,7 @@ from metaleader.engine.conv.layout import Plan
 from metaleader.engine.conv.torch_ops import TorchPasses
 from metaleader.engine.conv.trace import Chain
 from metaleader.engine.objective import Objective
+from metaleader.gradient.meta import Inner, meta_gradient
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, ClassBatch, Tree, double
 
@@ -39,12 +40,12 @@ def agrees(chain: Chain, batch: Batch | ClassBatch, size: tuple[int, int]) -> bo
         few = few._replace(classes=few.classes[:_TASKS])
     # Away from where scales are one and shifts zero.
     params = {name: value.double() + 0.1 * torch.cos(_count(value)) for name, value in network.params().items()}
-    objective = Objective(network, 0.1, 1)
+    inner = Inner(0.1, 1)
     one = lambda tree: tree_map(lambda leaf: leaf[None], tree)  # noqa: E731
     try:
-        loss, right = objective.gradient(params, few, few, None)
+        loss, right = meta_gradient(network.loss_fn, params, few, few, inner.lr, inner.steps)
         doubled = dataclasses.replace(chain, network=network)
-        own = ChainGradient(doubled, objective, TorchPasses(Plan(chain.layers, size)), compiled=False)
+        own = ChainGradient(doubled, Objective(network, inner), TorchPasses(Plan(chain.layers, size)), compiled=False)
         found_loss, found = own(one(params), one(few), one(few))
     except Exception:  # a user's module or loss, in another dtype than its own
         return False

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch.func import functional_call
+from torch import fx, nn
 
-from metaleader.gradient.inner import Params
 from metaleader.nets.functional import Network
 from metaleader.nets.layers import BatchNorm, Conv2d
 
@@ -53,16 +51,6 @@ class Chain:
     def head_names(self) -> list[str]:
         """The parameters of the head."""
         return [name for name, _ in self.head.named_parameters()]
-
-    def head_loss(self, y: Tensor, params: Params, target: Any, size: tuple[int, int]) -> Tensor:
-        """The loss of one task, given the last convolution's output (rows, filters) for images of a size.
-
-        The target is the batch without its images: targets, and for a `ClassBatch` the task's classes.
-        """
-        # As a convolution gives them: a user's `view` takes no other.
-        images = y.view(-1, *size, y.shape[-1]).permute(0, 3, 1, 2).contiguous()
-        state = params | {f"{name}.classes": target[1] for name in self.network.choosers if len(target) > 1}
-        return self.network.mean_loss(functional_call(self.head, state, (images,)), target[0])
 
 
 def find_chain(network: Network) -> Chain | None:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metaleader as ml
-from metaleader.engine import engine as engine_module
 from metaleader.engine.compiled import compile_whole
 from metaleader.engine.conv import gradient as gradient_module
 from metaleader.engine.conv import torch_ops as passes_module
@@ -22,7 +21,9 @@ from metaleader.engine.conv.torch_ops import TorchPasses
 from metaleader.engine.conv.trace import find_chain
 from metaleader.engine.engine import Engine, Mode
 from metaleader.engine.objective import LOG_LR, Objective
-from metaleader.gradient.inner import adapt, moving_names
+from metaleader.engine.programs import Updates
+from metaleader.gradient.meta import Inner, adapt
+from metaleader.gradient.selection import moving_names
 from metaleader.learners import predict_together, update_together
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch
@@ -69,7 +70,8 @@ def work(
     network = Network(model, ml.losses.cross_entropy)
     chain = find_chain(network)
     assert chain is not None
-    objective = Objective(network, **({"inner_lr": 0.3, "inner_steps": 3} | options))
+    learn_lr = options.pop("learn_lr", False)
+    objective = Objective(network, Inner(**({"lr": 0.3, "steps": 3} | options)), learn_lr)
     params = {
         name: torch.stack([value + 0.1 * oracles.normal(f"{name} {r}", *value.shape) for r in range(2)])
         for name, value in network.params().items()
@@ -88,15 +90,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "the whole head": {"only": "1*"},
     "a bias without effect": {"only": "0.bias"},
     "convolutions alone": {"only": "3.*"},
-    "a step size a tensor": {"inner_lr": RATES},
-    "no inner steps": {"inner_steps": 0},
+    "a step size a tensor": {"lr": RATES},
+    "no inner steps": {"steps": 0},
     "chunks of two": {"chunk": 2},
-    "more steps than are kept": {"inner_steps": 7, "inner_lr": 0.1},
+    "more steps than are kept": {"steps": 7, "lr": 0.1},
     "soft-argmax": {"model": pose_net},
     "every step counts": {"every_step": True},
-    "every step counts, recomputed": {"every_step": True, "inner_steps": 7, "inner_lr": 0.1},
+    "every step counts, recomputed": {"every_step": True, "steps": 7, "lr": 0.1},
     "every step counts, last layer": {"every_step": True, "only": "last"},
-    "every step counts, there is none": {"every_step": True, "inner_steps": 0},
+    "every step counts, there is none": {"every_step": True, "steps": 0},
 }
 LEARNED: dict[str, dict[str, Any]] = {
     "all layers": {},
@@ -104,7 +106,7 @@ LEARNED: dict[str, dict[str, Any]] = {
     "convolutions alone": {"only": "3.*"},
     "every step counts": {"every_step": True},
     "every step counts, last layer, chunks": {"every_step": True, "only": "last", "chunk": 2},
-    "more steps than are kept": {"inner_steps": 7},
+    "more steps than are kept": {"steps": 7},
     "compiled": {"compiled": True},
 }
 
@@ -133,7 +135,7 @@ def test_inductor_gradient_equals_autograd(inductor: None, monkeypatch: pytest.M
     """What lies between two convolutions, with odd sizes, a stride and a padding; the head as it is, to be quick."""
     monkeypatch.setattr(gradient_module, "compile_whole", lambda function: function)
     monkeypatch.setattr(passes_module, "compile_whole", compile_whole)
-    compare_with_autograd(small_net, compiled=True, inner_steps=2)
+    compare_with_autograd(small_net, compiled=True, steps=2)
     torch.compiler.reset()
 
 
@@ -175,10 +177,10 @@ def test_without_a_compiler_a_chain_goes_on_eagerly(
     monkeypatch.setattr(gradient_module, "compile_whole", lambda function: function)
     _, objective, params, support, query = work(conv_net())
     engine = Engine("compiled")
-    _, found = engine.gradient(objective, params, support, query, None)
+    _, found = oracles.engine_gradient(engine, objective, params, support, query)
     assert engine.mode == "eager"
-    assert "the network does not compile, going on eagerly: no C++ compiler" in caplog.text
-    _, expected = Engine("eager").gradient(objective, params, support, query, None)
+    assert "the network does not compile, continuing eagerly: no C++ compiler" in caplog.text
+    _, expected = oracles.engine_gradient(Engine("eager"), objective, params, support, query)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
@@ -186,18 +188,18 @@ def test_without_a_compiler_a_chain_goes_on_eagerly(
 def compare_with_autograd(model: Callable[[], nn.Module] = conv_net, compiled: bool = False, **options: Any) -> None:
     program, objective, params, support, query = work(model(), compiled, **options)
     losses, found = program(params, support, query)
-    moving = moving_names(program.chain.names, objective.only)
+    moving = moving_names(program.chain.names, objective.inner.only)
     for r in range(2):
         own = {name: value[r] for name, value in params.items()}
         loss, expected, _ = oracles.unrolled(
-            objective.loss_fn,
+            objective.network.loss_fn,
             own,
             Batch(support.x[r], support.y[r]),
             Batch(query.x[r], query.y[r]),
-            options.get("inner_lr", 0.3),
-            objective.inner_steps,
+            options.get("lr", 0.3),
+            objective.inner.steps,
             moving,
-            every_step=objective.every_step and objective.inner_steps > 0,
+            every_step=objective.inner.every_step and objective.inner.steps > 0,
         )
         torch.testing.assert_close(losses[r], loss, rtol=1e-10, atol=1e-12)
         for name, value in expected.items():
@@ -209,16 +211,16 @@ def compare_with_autograd(model: Callable[[], nn.Module] = conv_net, compiled: b
 def test_learned_step_sizes_have_their_gradient(options: dict[str, Any]) -> None:
     """Each replica with its own; of their logarithms."""
     program, objective, params, support, query = work(conv_net(), learn_lr=True, **options)
-    moving = sorted(moving_names(program.chain.names, objective.only))
+    moving = sorted(moving_names(program.chain.names, objective.inner.only))
     sizes = [{name: 0.05 + 0.01 * i + 0.1 * r for i, name in enumerate(moving)} for r in range(2)]
     logs = {LOG_LR + name: torch.tensor([one[name] for one in sizes], dtype=torch.float64).log() for name in moving}
     _, found = program(params | logs, support, query)
     for r in range(2):
         own = {name: value[r] for name, value in params.items()}
         first = Batch(support.x[r], support.y[r]), Batch(query.x[r], query.y[r])
-        steps, every = objective.inner_steps, objective.every_step
+        steps, every = objective.inner.steps, objective.inner.every_step
         _, gradient, by_size = oracles.unrolled(
-            objective.loss_fn, own, *first, sizes[r], steps, moving, every_step=every
+            objective.network.loss_fn, own, *first, sizes[r], steps, moving, every_step=every
         )
         for name, value in gradient.items():
             torch.testing.assert_close(found[name][r], value, rtol=1e-8, atol=1e-11, msg=name)
@@ -232,9 +234,8 @@ def test_learned_step_sizes_have_their_gradient(options: dict[str, Any]) -> None
 def test_first_order_is_the_query_gradient_at_the_adapted_parameters(only: str | None, every_step: bool) -> None:
     program, objective, params, support, query = work(conv_net(), first_order=True, only=only, every_step=every_step)
     _, found = program(params, support, query)
-    _, expected = objective.gradient(
-        {n: v[1] for n, v in params.items()}, Batch(support.x[1], support.y[1]), Batch(query.x[1], query.y[1]), None
-    )
+    batches = Batch(support.x[1], support.y[1]), Batch(query.x[1], query.y[1])
+    _, expected = oracles.objective_gradient(objective, {n: v[1] for n, v in params.items()}, *batches)
     for name, value in expected.items():
         torch.testing.assert_close(found[name][1], value, rtol=1e-8, atol=1e-11, msg=name)
 
@@ -248,7 +249,7 @@ def test_adapted_parameters_are_those_of_adapt(only: str) -> None:
     for steps in (0, 2, 3):
         for r in range(2):
             own, batch = {name: value[r] for name, value in params.items()}, Batch(data.x[r], data.y[r])
-            expected = adapt(objective.loss_fn, own, batch, 0.3, steps, only=only)
+            expected = adapt(objective.network.loss_fn, own, batch, 0.3, steps, only=only)
             for name, value in expected.items():
                 torch.testing.assert_close(found[steps][name][r], value, rtol=1e-9, atol=1e-12, msg=name)
 
@@ -325,7 +326,7 @@ def test_attention_in_the_head() -> None:
     _, found = program(params, support, query)
     own = {name: value[0] for name, value in params.items()}
     first = Batch(support.x[0], support.y[0]), Batch(query.x[0], query.y[0])
-    for name, value in objective.gradient(own, *first, None)[1].items():
+    for name, value in oracles.objective_gradient(objective, own, *first)[1].items():
         torch.testing.assert_close(found[name][0], value, rtol=1e-8, atol=1e-11, msg=name)
 
 
@@ -349,11 +350,11 @@ def test_hooks_are_kept(which: str) -> None:
 def test_step_sizes_that_are_tensors() -> None:
     """One of shape (1,), and one that is changed in place between two calls."""
     for rate in (torch.tensor([0.3], dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)):
-        program, _, params, support, query = work(conv_net(), inner_lr=rate)
+        program, _, params, support, query = work(conv_net(), lr=rate)
         program(params, support, query)
         rate.fill_(0.2)
         _, found = program(params, support, query)
-        _, expected = work(conv_net(), inner_lr=0.2)[0](params, support, query)
+        _, expected = work(conv_net(), lr=0.2)[0](params, support, query)
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
 
@@ -423,7 +424,7 @@ class Written(nn.Module):
     def __init__(self, kind: str = "") -> None:
         super().__init__()
         self.kind = kind
-        self.features = nn.ModuleList([nn.Sequential(*block()[:2]), Inner()])
+        self.features = nn.ModuleList([nn.Sequential(*block()[:2]), InnerBlock()])
         self.scale = nn.Parameter(torch.tensor(1.3))
         self.classifier = nn.Linear(4 * 7 * 5, 3)
         self.double()
@@ -438,7 +439,7 @@ class Written(nn.Module):
         return self.classifier(self.scale * out.view(x.size(0) if self.kind else out.size(0), -1))
 
 
-class Inner(nn.Module):
+class InnerBlock(nn.Module):
     """The second block, with a pass around it."""
 
     def __init__(self) -> None:
@@ -471,7 +472,7 @@ def test_a_users_own_network_is_a_chain_too(name: str, compiled: bool) -> None:
     for r in range(2):
         own = {key: value[r] for key, value in params.items()}
         first = Batch(support.x[r], support.y[r]), Batch(query.x[r], query.y[r])
-        for key, value in objective.gradient(own, *first, None)[1].items():
+        for key, value in oracles.objective_gradient(objective, own, *first)[1].items():
             torch.testing.assert_close(found[key][r], value, rtol=1e-8, atol=1e-11, msg=key)
 
 
@@ -566,13 +567,10 @@ def test_gpu_runs_repeat_bit_for_bit_and_agree_with_the_cpu(options: dict[str, A
         update_together(run, 13 if plain else 4)
         assert engine.mode == mode, "the engine fell back"
         if plain and mode == "captured":
-            assert any(
-                isinstance(getattr(made, "_program", None), engine_module.SeveralUpdates)
-                for made in engine._programs.values()
-            )
+            assert any(isinstance(getattr(made, "_program", None), Updates) for made in engine._programs.values())
         runs.append(run)
     for first, again, eager, slow in zip(*runs, strict=True):
-        for name, value in first._outer.params.items():
-            torch.testing.assert_close(again._outer.params[name], value, rtol=0, atol=0)  # says by how much
-            torch.testing.assert_close(eager._outer.params[name], value, rtol=1e-3, atol=2e-4)
-            torch.testing.assert_close(slow._outer.params[name], value.cpu(), rtol=1e-3, atol=2e-4)
+        value = first.state.flat
+        torch.testing.assert_close(again.state.flat, value, rtol=0, atol=0)  # says by how much
+        torch.testing.assert_close(eager.state.flat, value, rtol=1e-3, atol=2e-4)
+        torch.testing.assert_close(slow.state.flat, value.cpu(), rtol=1e-3, atol=2e-4)

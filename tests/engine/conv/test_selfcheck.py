@@ -13,6 +13,7 @@ import metaleader as ml
 from metaleader.engine.conv.trace import find_chain
 from metaleader.engine.engine import Engine
 from metaleader.engine.objective import Objective
+from metaleader.gradient.meta import Inner
 from metaleader.learners import predict_together
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch
@@ -89,16 +90,17 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("learn_lr", [False, True])
 def test_the_gradient_is_the_networks(build: Callable[[], nn.Module], learn_lr: bool) -> None:
     network = Network(build().double(), ml.losses.cross_entropy)
-    objective = Objective(network, 0.3, 2, learn_lr=learn_lr)
+    objective = Objective(network, Inner(0.3, 2), learn_lr)
     x, y = oracles.normal("x", 2, 3, 4, 2, 5, 6), oracles.labels("y", 3, 2, 3, 4)
     params = {
         name: torch.stack([value, value + 0.1 * torch.cos(value + 1)]) for name, value in objective.params().items()
     }
-    losses, found = Engine("eager").gradient(objective, params, Batch(x, y), Batch(x.flip(1), y.flip(1)), None)
+    flipped = Batch(x.flip(1), y.flip(1))
+    losses, found = oracles.engine_gradient(Engine("eager"), objective, params, Batch(x, y), flipped)
     for r in range(2):
         own = {name: value[r] for name, value in params.items()}
         batches = Batch(x[r], y[r]), Batch(x.flip(1)[r], y.flip(1)[r])
-        loss, expected = objective.gradient(own, *batches, None)
+        loss, expected = oracles.objective_gradient(objective, own, *batches)
         torch.testing.assert_close(losses[r], loss, rtol=1e-9, atol=1e-12)
         for name, value in expected.items():
             torch.testing.assert_close(found[name][r], value, rtol=1e-8, atol=1e-11, msg=name)

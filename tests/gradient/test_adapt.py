@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from metaleader.gradient.inner import adapt, moving_names
+from metaleader.gradient.meta import adapt
+from metaleader.gradient.selection import moving_names
 
 NET = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
 PARAMS = {name: value.detach().clone() for name, value in NET.named_parameters()}
@@ -109,12 +110,12 @@ def test_which_parameters_move(names: list[str], only: str | None, chosen: set[s
     [
         ({"steps": -1}, "0 or more, got -1"),
         ({"params": {}}, "params is empty"),
-        ({"only": "tail.*"}, r"only='tail.\*' matches no parameter; there are \['0.weight'"),
+        ({"only": "tail.*"}, r"only='tail.\*' matches no parameter; the parameters are \['0.weight'"),
         ({"lr": {"0.weight": 0.1}}, r"missing \['0.bias', '2.bias', '2.weight'\], unknown \[\]"),
         ({"lr": {"2.weight": 0.1, "2.bias": 0.1, "0.bias": 0.1}, "only": "last"}, r"unknown \['0.bias'\]"),
         ({"loss_fn": lambda params, batch: params["0.bias"]}, r"scalar tensor, got shape \(5,\)"),
         ({"loss_fn": lambda params, batch: 1.0}, "got float"),
-        ({"noise": torch.zeros(4)}, r"5 rows, one for each evaluation of the loss, got \(4,\)"),
+        ({"noise": torch.zeros(4)}, r"5 rows, one per evaluation of the loss, got \(4,\)"),
         ({"noise": torch.zeros(())}, "5 rows"),
     ],
 )
@@ -124,5 +125,5 @@ def test_what_adapt_refuses(change: dict[str, Any], message: str):
 
 
 def test_last_needs_a_layer():
-    with pytest.raises(ValueError, match=r"\['u', 'v'\], do not say which is last"):
+    with pytest.raises(ValueError, match=r"\['u', 'v'\] belong to no layer"):
         moving_names(["u", "v"], "last")

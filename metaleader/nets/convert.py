@@ -1,0 +1,144 @@
+"""Copies of a module: one that can be run as a pure function, and one adapted to a task and ready for use."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from metaleader.gradient.selection import Params
+from metaleader.models import TaskLogits
+from metaleader.nets.layers import BatchNorm, Conv2d, Linear, SeededDropout
+from metaleader.tasks import Batch, Tree
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_CHANNEL_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def functional_copy(module: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """Copy a module and replace its layers that keep state or have no usable second derivative.
+
+    Parameters keep their names and values. Batch norm uses the statistics of the batch, with a warning if it tracked
+    running statistics; dropout takes its masks from seeds.
+
+    Raises:
+        ValueError: for a module that cannot be run as a pure function of its parameters.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"the model must be an nn.Module, or a function that builds one; got {type(module).__name__}")
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
+            raise ValueError(f"layer {name!r} is lazy and has no shape yet; call the model on one batch first")
+        if isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout):
+            raise ValueError(f"layer {name!r} is {type(layer).__name__}, which cannot be replayed; use nn.Dropout")
+        if isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0:
+            raise ValueError(f"layer {name!r}: set dropout=0 in MultiheadAttention and use nn.Dropout after it")
+    if not any(True for _ in module.parameters()):
+        raise ValueError(f"{type(module).__name__} has no parameters to learn")
+    module = copy.deepcopy(module).train()
+    module.requires_grad_(False)
+    tracked = []
+    replaced: dict[nn.Module, nn.Module] = {}
+    for name, layer in list(module.named_modules()):
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            continue
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and type(layer) in _BATCH_NORMS:
+            if layer.track_running_stats:
+                tracked.append(name)
+            replaced[layer] = BatchNorm(layer)
+        elif type(layer) is nn.Conv2d and Conv2d.replaces(layer):
+            replaced[layer] = Conv2d(layer)
+        elif type(layer) is nn.Linear and device is not None and torch.device(device).type == "cuda":
+            layer.__class__ = Linear
+        elif isinstance(layer, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
+            replaced[layer] = SeededDropout(layer.p, isinstance(layer, _CHANNEL_DROPOUT))
+    for parent in list(module.modules()):
+        # Not named_children: it omits the second name of a layer under one parent.
+        for name, child in parent._modules.items():
+            if child in replaced:
+                setattr(parent, name, replaced[child])
+    if tracked:
+        warnings.warn(
+            f"batch norm layers {tracked} keep running statistics; metaleader uses the statistics of the current batch"
+            " in training, and those of the task's data in the nets that adapt() returns",
+            stacklevel=4,
+        )
+    return replaced.get(module, module).to(device)
+
+
+@torch.no_grad()
+def adapted_copy(
+    module: nn.Module,
+    params: Params,
+    preprocess: Callable[[Tree], Tree],
+    data: Batch | None,
+    statistics: str,
+    example: Batch | None,
+    classes: Tensor | None,
+) -> nn.Module:
+    """Copy a functional module with these parameters, ready for use: dropout off, inputs preprocessed, one row or many.
+
+    Args:
+        module: a result of `functional_copy`.
+        params: copied into the new module; its `state_dict` loads into the module that was converted.
+        preprocess: applied to every input.
+        data: the task's datapoints, whose statistics batch norm uses with `statistics="task"`.
+        statistics: "task", or "batch" for the statistics of the rows that the net is called on, as in the paper.
+        example: datapoints of an earlier task, which show the shape of a row while there is no `data`.
+        classes: of the task, for `TaskLogits`.
+    """
+    if statistics not in ("task", "batch"):
+        raise ValueError(f"statistics must be 'task' or 'batch', got {statistics!r}")
+    net = copy.deepcopy(module)
+    for layer in net.modules():
+        if type(layer) is Linear:
+            layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+        elif isinstance(layer, TaskLogits) and classes is not None:
+            layer.classes = classes
+    for name, value in net.named_parameters():
+        value.requires_grad_(True).copy_(params[name])
+    net.eval()
+    norms = [layer for layer in net.modules() if isinstance(layer, BatchNorm)]
+    if norms and statistics == "task" and data is not None:
+        for norm in norms:
+            norm.keep_next = True
+        net(preprocess(data.x))
+    shown = data or example
+    rows = _RowHooks(preprocess, [leaf.ndim - 1 for leaf in tree_leaves(shown.x)] if shown else None)
+    net.register_forward_pre_hook(rows.before)
+    net.register_forward_hook(rows.after)
+    return net
+
+
+class _RowHooks:
+    """Hooks of an adapted net: preprocess the inputs, and accept a single row without its batch dimension."""
+
+    def __init__(self, preprocess: Callable[[Tree], Tree], row_dims: list[int] | None) -> None:
+        self.preprocess = preprocess
+        self.row_dims = row_dims
+        self.single = False
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = args
+        self.single = [leaf.ndim for leaf in tree_leaves(x)] == self.row_dims
+        if self.single:
+            x = tree_map(lambda leaf: leaf[None], x)
+        return (self.preprocess(x), *rest)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output[0] if self.single else output
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Each name under which a layer holds a parameter, with the first name of the same parameter."""
+    first: dict[Tensor, str] = {}
+    return {
+        name: first.setdefault(value, name)
+        for prefix, layer in module.named_modules()
+        for name, value in layer.named_parameters(prefix, recurse=False)
+    }
