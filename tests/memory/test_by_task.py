@@ -447,9 +447,7 @@ def test_several_are_forgotten_at_once_where_a_larger_memory_is_taken_over():
 def test_a_state_without_data_needs_the_same_tasks():
     state = filled([2] * 6, max_tasks=3).state_dict(data=False)
     for other in (filled([2] * 5, max_tasks=3), filled([2] * 6, late_ones_count_less, 3), filled([2] * 3)):
-        with pytest.raises(
-            ValueError, match=r"without its data, of tasks \[3, 4, 5\], but tasks \[.*\] are present"
-        ):
+        with pytest.raises(ValueError, match=r"without its data, of tasks \[3, 4, 5\], but tasks \[.*\] are present"):
             other.load_state_dict(state)
 
 
