@@ -54,8 +54,9 @@ class Record:
 def play(learner: Any, stream: TaskStream | Sequence[Task], reveal: int = 20, **options: Any) -> Iterator[Record]:
     """Play a stream: reveal data, let the learner observe, adapt, measure on held-out data.
 
-    The learner is handed training batches only. In the regret protocol w_t is fixed while round t is measured: the data
-    is only kept, and the round's updates come when the next round begins.
+    The learner receives training batches only. In the regret protocol w_t is fixed while round t is measured: the data
+    is only stored, and the updates of the round are made when the next round begins. `Scratch`, which has no w_t, is
+    trained on the data of the round.
 
     Args:
         learner: changed as it learns.
@@ -131,8 +132,10 @@ def play_together(
         pairs = list(zip(learners, tasks, strict=True))
         for learner, task in pairs:
             _begin(learner, task)
-        if regret and t > 0:
-            # Task t-1 is over: it is among the past tasks now, also for a learner that trains on those alone.
+        # A learner that starts anew in every round trains on D_t alone: its updates are its adaptation.
+        update = not regret or all(getattr(learner, "restarts", False) for learner in learners)
+        if not update and t > 0:
+            # Task t-1 is now a past task, also for a learner that trains on past tasks alone.
             for _ in range(0, _revealed(streams[0][t - 1], reveal, reveals), reveal):
                 _update(learners)
         needed: list[int | None] = [None] * len(tasks)
@@ -140,7 +143,7 @@ def play_together(
         stop = _revealed(tasks[0], reveal, reveals)
         for first in range(0, stop, reveal):
             datapoints = min(first + reveal, stop)
-            _observe(learners, tasks, slice(first, datapoints), update=not regret)
+            _observe(learners, tasks, slice(first, datapoints), update=update)
             if measure_at is not None and datapoints not in measure_at:
                 continue
             records = []

@@ -246,6 +246,11 @@ class Learner(ABC):
         return self.options.meta_steps * self.definition.updates_per_step
 
     @property
+    def restarts(self) -> bool:
+        """Whether every round starts from a new initialisation."""
+        return self.definition.restarts
+
+    @property
     def has_batch_norm(self) -> bool:
         """Whether the choice of statistics makes a difference."""
         return self.network.has_batch_norm

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from metaleader.tasks import Batch, check_alike, num_rows, rows, to_device
+from metaleader.tasks import Batch, check_alike, num_rows, rows
 
 # nu^t: the weights of tasks 0 .. t-1, given t
 Weights = Callable[[int], np.ndarray]
@@ -134,7 +134,7 @@ class Rows:
 
     def append(self, batch: Batch) -> None:
         """Add rows at the end."""
-        batch = to_device(batch, self.device)
+        batch = tree_map(lambda leaf: leaf.to(self.device), batch)
         num = num_rows(batch)
         if self.data is None:
             self.data = tree_map(torch.clone, batch)
@@ -164,13 +164,14 @@ class Rows:
     def take(self, index: slice | Tensor) -> Batch:
         """The rows at an index of a storage that is not empty."""
         assert self.data is not None
-        return rows(self.data, index)
+        return tree_map(lambda leaf: leaf[index], self.data)
 
     def gather(self, index: Tensor, y: Tensor | None) -> Batch:
         """The rows at an index, with the given targets instead of the stored ones."""
         assert self.data is not None
-        x = rows(self.data.x, index)
-        return Batch(x, rows(self.data.y, index) if y is None else y)
+        data = self.data if y is None else self.data.x
+        gathered = tree_map(lambda leaf: leaf[index], data)
+        return gathered if y is None else Batch(gathered, y)
 
     def gather_draw(self, draw: Draw) -> tuple[Batch, Batch]:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""

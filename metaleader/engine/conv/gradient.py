@@ -69,8 +69,9 @@ class ChainGradient:
         self.chain, self.objective, self.passes, self.plan = chain, objective, passes, passes.plan
         self.keep = objective.inner.steps <= keep
         self.moving = moving_names(chain.names, objective.inner.only)
+        self._head_names = chain.head_names
         # Whether the inner loop changes the output of the convolutions
-        self._body_moves = bool(self.moving - {*chain.head_names, *chain.silent})
+        self._body_moves = bool(self.moving - {*self._head_names, *chain.silent})
         self._fixed_rates: _Rates | None = None
         self._compiled = compiled
         wrap = compile_whole if compiled else (lambda f: f)
@@ -115,7 +116,7 @@ class ChainGradient:
         """The parameters of the convolutions, flat, and of the head, one copy for each task of each learner."""
         # For one learner an expanded tensor would remain a view, which kernels cannot read.
         spread = lambda value: value[:, None].expand(-1, tasks, *value.shape[1:]).contiguous().flatten(0, 1)  # noqa: E731
-        return spread(self.plan.flatten(params)), {name: spread(params[name]) for name in self.chain.head_names}
+        return spread(self.plan.flatten(params)), {name: spread(params[name]) for name in self._head_names}
 
     def _mean(self, params: Params, result: _Result, num_tasks: int) -> tuple[Tensor, Params]:
         """The contribution of the computed tasks to the mean over `num_tasks` tasks."""
@@ -211,7 +212,7 @@ class ChainGradient:
     def adapted(self, params: Params, data: Batch | ClassBatch, steps: Sequence[int]) -> dict[int, Params]:
         """The parameters after each of these numbers of inner steps; every tensor has a leading learner dimension."""
         flat = self.plan.flatten(params)
-        head = {name: params[name] for name in self.chain.head_names}
+        head = {name: params[name] for name in self._head_names}
         silent = {name: params[name] for name in self.chain.silent}
         rates, patches = self._rates(params), self._prepare(data.x)
         result: dict[int, Params] = {}
@@ -303,7 +304,7 @@ class ChainGradient:
 
         network_params = without_rates(params)
         flat = self.plan.flatten({name: of_tensor(name, value) for name, value in network_params.items()})
-        rates = _Rates(flat, {name: rate for name, rate in learned.items() if name in self.chain.head_names})
+        rates = _Rates(flat, {name: rate for name, rate in learned.items() if name in self._head_names})
         if not any(isinstance(self._rate(name, learned), Tensor) for name in network_params):
             self._fixed_rates = rates
         return rates
