@@ -343,7 +343,7 @@ def test_plays_that_cannot_be(options: Any, message: str) -> None:
 
 def test_scratch_is_trained_in_the_regret_protocol() -> None:
     """It trains on the data of the round alone, in either protocol."""
-    make = lambda: ml.Scratch(lambda: ml.models.mlp(2, 1, (8,)), ml.losses.squared_error, meta_lr=0.03, **SMALL)  # noqa: E731
+    make = lambda: ml.Scratch(lambda: ml.models.mlp(1, 1, (8,)), ml.losses.squared_error, meta_lr=0.03, **SMALL)  # noqa: E731
     online, regret = (list(ml.play(make(), STREAM, reveal=3, regret=regret)) for regret in (False, True))
     assert [record.loss for record in regret] == [record.loss for record in online]
     assert {record.protocol for record in regret} == {"regret"}
