@@ -344,10 +344,8 @@ def test_plays_that_cannot_be(options: Any, message: str) -> None:
 def test_scratch_is_trained_in_the_regret_protocol() -> None:
     """It trains on the data of the round alone, in either protocol."""
     make = lambda: ml.Scratch(lambda: ml.models.mlp(1, 1, (8,)), ml.losses.squared_error, meta_lr=0.03, **SMALL)  # noqa: E731
-    online, regret = (list(ml.play(make(), STREAM, reveal=3, regret=regret)) for regret in (False, True))
+    players = make(), make()
+    online, regret = (list(ml.play(players[i], STREAM, reveal=3, regret=bool(i))) for i in range(2))
     assert [record.loss for record in regret] == [record.loss for record in online]
     assert {record.protocol for record in regret} == {"regret"}
-    untrained = make()
-    untrained.begin("a")
-    prediction = untrained.adapt()(STREAM[0].test.x).detach()
-    assert regret[0].loss < float((prediction - STREAM[0].test.y).square().mean())
+    assert players[1].step == players[0].step == 2 * len(regret) > 0
