@@ -25,8 +25,8 @@ from metaleader.learners.update import update_together
 from metaleader.losses import Loss
 from metaleader.memory.by_class import ClassBuffer
 from metaleader.memory.by_task import TaskBuffer
-from metaleader.memory.rows import Draw, Memory, Which
-from metaleader.nets.functional import Network, Statistics
+from metaleader.memory.rows import Memory, Which
+from metaleader.nets.functional import Layout, Network, Statistics
 from metaleader.system.machine import known_device
 from metaleader.tasks import Batch, ClassBatch, Tree, check_alike, check_batch, num_rows, rng, to_device
 
@@ -96,7 +96,8 @@ class Learner(ABC):
             )
         self.options = self.Options.parse(settings, type(self).__name__)
         self.model, self.loss, self.device = model, loss, known_device(device)
-        self.network = Network(initial_module(model, self.seed, 0), loss, self.options.preprocess, self.device)
+        module = initial_module(model, self.options.seed, 0)
+        self.network = Network(module, loss, self.options.preprocess, self.device)
         self.memory: Memory = TaskBuffer(self.device, self.options.weights, self.options.max_tasks)
         self.engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
         self.definition = self.define()
@@ -139,7 +140,7 @@ class Learner(ABC):
         if classes is not None and self.task is None and self.options.max_tasks is None:
             memory = ClassBuffer(self.device, self.options.weights)
         if self.definition.restarts:
-            module = initial_module(self.model, self.seed, self.round + 1, fresh=True)
+            module = initial_module(self.model, self.options.seed, self.round + 1, fresh=True)
             params = {name: value.detach().to(self.device) for name, value in module.named_parameters()}
             state = State(self.layout.flat(params), {}, state.step, state.step)
         memory.begin(str(name), classes, self.network.num_classes)
@@ -225,7 +226,7 @@ class Learner(ABC):
     # Facts.
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> Layout:
         """The positions of the parameters in `state.flat`."""
         return self.definition.objective.layout
 
@@ -265,11 +266,6 @@ class Learner(ABC):
     def num_new(self) -> int:
         """The number of datapoints of D_t that no earlier task had; n-way tasks may repeat images."""
         return self.memory.num_new if self.task is not None else 0
-
-    def draw(self, numbers: Sequence[int]) -> Draw | None:
-        """Draw the meta-batches of the updates with these numbers; None if there is nothing to draw from."""
-        o, definition = self.options, self.definition
-        return self.memory.draw(self.seed, numbers, o.tasks_per_step, definition.support, o.query, definition.which)
 
     def chosen_classes(self) -> Tensor | None:
         """The classes of the current task, if the network chooses its outputs by them."""
@@ -328,4 +324,4 @@ class Learner(ABC):
     def _dropout_seeds(self, purpose: str, key: Sequence[int], shape: tuple[int, ...]) -> Tensor | None:
         if not self.network.has_dropout:
             return None
-        return torch.from_numpy(rng(purpose, self.seed, *key).integers(2**31, size=shape)).to(self.device)
+        return torch.from_numpy(rng(purpose, self.options.seed, *key).integers(2**31, size=shape)).to(self.device)

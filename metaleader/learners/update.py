@@ -37,16 +37,15 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
     Raises:
         ValueError: if a loss or gradient is not finite; all learners are then as before the call.
     """
-    lead = learners[0]
+    lead, before = learners[0], [learner.state for learner in learners]
     num_updates = lead.definition.updates_per_step * (lead.options.meta_steps if steps is None else steps)
-    numbers = range(lead.step, lead.step + num_updates)
+    numbers = range(before[0].step, before[0].step + num_updates)
     if len(learners) > 1:
         _check_alike(learners)
-    draws = [learner.draw(numbers) if numbers else None for learner in learners]
+    draws = [_draw(learner, numbers) if numbers else None for learner in learners]
     if any(draw is None for draw in draws):
         return
-    before = [learner.state for learner in learners]
-    outer = Outer(lead.rule, lead.layout, before)
+    outer = Outer(lead.rule, lead.definition.objective.layout, before)
     watched = _run_updates(learners, outer, numbers, [draw for draw in draws if draw is not None])
     # The one point where the host waits for the device.
     finite = torch.isfinite(watched).all(1).cpu()
@@ -115,9 +114,9 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
     sizes = {str(tree_map(lambda leaf: leaf.shape, pair)) for pair in zip(data, xs, strict=True)}
     if len(kinds) > 1 or len(sizes) > 1:
         return None
-    params = lead.layout.named(torch.stack([learner.state.flat for learner in learners]))
-    classes = [learner.chosen_classes() for learner in learners]
-    stacked_classes = None if classes[0] is None else _stack(classes)
+    params = lead.definition.objective.layout.named(torch.stack([learner.state.flat for learner in learners]))
+    chosen = lead.network.num_classes is not None
+    stacked_classes = _stack([learner.memory.current_classes() for learner in learners]) if chosen else None
     batch = _stack(data)
     batch = batch if stacked_classes is None else ClassBatch(batch.x, batch.y, stacked_classes)
     adaptation = lead.definition.adaptation
@@ -286,12 +285,19 @@ def _clipped(gradients: Tensor, norms: Tensor, clip: float | None) -> Tensor:
 
 def _check_alike(learners: Sequence[Learner]) -> None:
     lead = learners[0]
-    if any(learner.step != lead.step or type(learner) is not type(lead) for learner in learners):
+    if any(learner.state.step != lead.state.step or type(learner) is not type(lead) for learner in learners):
         raise ValueError("learners side by side must be of one kind and have made the same number of updates")
     if len({learner.definition.objective.key() for learner in learners}) > 1:
         raise ValueError("learners side by side must have the same inner loop (inner_lr, inner_steps, only, ...)")
     if any(o.rule != lead.rule or o.state.schedule_start != lead.state.schedule_start for o in learners):
         raise ValueError("learners side by side must have the same optimizer, meta_lr and clip")
+
+
+def _draw(learner: Learner, numbers: Sequence[int]) -> Draw | None:
+    """Draw the meta-batches of the updates with these numbers; None if there is nothing to draw from."""
+    options, definition = learner.options, learner.definition
+    sizes = options.tasks_per_step, definition.support, options.query
+    return learner.memory.draw(options.seed, numbers, *sizes, definition.which)
 
 
 def _gather(learner: Learner, draw: Draw) -> tuple[Any, Any]:
@@ -307,7 +313,7 @@ def _dropout_seeds(learner: Learner, numbers: Sequence[int]) -> Tensor | None:
     if not learner.network.has_dropout:
         return None
     shape = (learner.definition.objective.inner.steps + 1, learner.options.tasks_per_step)
-    seeds = [rng("dropout", learner.seed, number).integers(2**31, size=shape) for number in numbers]
+    seeds = [rng("dropout", learner.options.seed, number).integers(2**31, size=shape) for number in numbers]
     return torch.from_numpy(np.stack(seeds)).to(learner.device)
 
 

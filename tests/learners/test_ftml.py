@@ -48,7 +48,7 @@ def test_an_update_follows_autograd_through_every_step(every_step: bool, only: s
     before, sizes = {name: value.clone() for name, value in made.params.items()}, made.step_sizes
     assert set(sizes) == {name for name in before if only is None or name.startswith("3.")}
     assert all(size == pytest.approx(0.1) for size in sizes.values())
-    draw = made.draw(range(1))
+    draw = made.memory.draw(made.options.seed, range(1), made.options.tasks_per_step, made.support, made.query)
     assert draw is not None
     support, query = (oracles.tree_map(lambda leaf: leaf[0], batch) for batch in made.memory.gather(draw))
     _, gradient, by_size = oracles.unrolled(
