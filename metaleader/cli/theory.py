@@ -1,4 +1,4 @@
-"""`metaleader theory`: run the paper's theory, check it, and draw it."""
+"""`metaleader theory`: check the paper's theory numerically, and draw it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 
     """Check the closed forms of appendix A, Theorem 1 and corollary 2, and draw them.
 
     Args:
-        out: The folder for regret.csv and the figures; made if it is not there.
-        rounds: T, the number of rounds that are played, at least 32; checks of growth are made for 1,000 and more, and
-            may fail below.
-        seeds: How many streams of each family are played.
-        alpha_factor: The inner step size as a multiple of Theorem 1's bound. Above 1 nothing is promised, and checks
-            may fail.
+        out: The folder for regret.csv and the figures; created if missing.
+        rounds: T, the number of rounds, at least 32; checks of growth are designed for 1,000 or more, and may fail
+            with fewer.
+        seeds: Number of streams of each family.
+        alpha_factor: The inner step size as a multiple of the bound of Theorem 1. Above 1 the theorem does not apply,
+            and checks may fail.
 
     Returns:
-        0, or 1 if a check fails.
+        The exit status: 1 if a check fails.
     """
     if rounds < 32 or seeds < 1:
         raise ValueError(f"rounds (T) must be at least 32 and seeds at least 1, got {rounds} and {seeds}")

@@ -1,0 +1,135 @@
+"""The methods that experiments compare: how each learner is made, and how reports show it."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from metaleader.learners import FTL, FTML, TOE, Learner, Scratch
+from metaleader.losses import Loss
+
+# Called with the model, the loss and the options of the learner.
+Factory = Callable[..., Learner]
+
+
+@dataclass(frozen=True)
+class Style:
+    """The appearance of a method in figures and tables.
+
+    Attributes:
+        label: the name shown to readers.
+        colour: "#rrggbb".
+        marker: one of matplotlib's markers.
+        dashes: lengths of dashes and gaps in points; empty for a solid line.
+    """
+
+    label: str
+    colour: str
+    marker: str
+    dashes: tuple[float, ...]
+
+    @property
+    def phrase(self) -> str:
+        """The label without a comma, for use in a sentence: "FTML (last layer)"."""
+        name, comma, detail = self.label.partition(", ")
+        return f"{name} ({detail})" if comma else name
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method: the function that makes its learner, and its appearance."""
+
+    make: Factory
+    style: Style
+
+
+def _with_more_updates(
+    kind: type[Learner], model: Callable[[], nn.Module], loss: Loss, *, meta_steps: int, factor: int, **options: Any
+) -> Learner:
+    """Make a learner with `factor` times as many updates per reveal."""
+    return kind(model, loss, meta_steps=factor * meta_steps, **options)
+
+
+# A meta-update with five inner steps takes six gradients and five Hessian-vector products of two gradients each: a
+# method without an inner loop makes 16 updates with the same compute.
+_MATCHED = 16
+
+# In the order of tables and legends: the paper's methods first. The colours of these five are Okabe and Ito's, which
+# colour-blind readers can tell apart; markers and dashes serve print without colour.
+METHODS: dict[str, Method] = {
+    "ftml": Method(FTML, Style("FTML", "#0072B2", "o", ())),
+    "ftml-last": Method(functools.partial(FTML, only="last"), Style("FTML, last layer", "#56B4E9", "s", (5, 1.5))),
+    "ftl": Method(FTL, Style("FTL", "#E69F00", "^", (7, 1.5, 1.5, 1.5))),
+    "toe": Method(TOE, Style("TOE", "#009E73", "D", (1.5, 1.5))),
+    "scratch": Method(Scratch, Style("from scratch", "#CC79A7", "v", (3, 2))),
+    "ftml-first": Method(functools.partial(FTML, first_order=True), Style("FTML, first order", "#003E63", "h", (9, 2))),
+    "ftl-matched": Method(
+        functools.partial(_with_more_updates, FTL, factor=_MATCHED),
+        Style("FTL, matched compute", "#8C5A00", "<", (7, 1, 1, 1)),
+    ),
+    "toe-matched": Method(
+        functools.partial(_with_more_updates, TOE, factor=_MATCHED),
+        Style("TOE, matched compute", "#00543D", "d", (1, 1)),
+    ),
+    "scratch-long": Method(
+        functools.partial(_with_more_updates, Scratch, factor=5), Style("from scratch, long", "#7A3E62", ">", (3, 1))
+    ),
+    "ftml-rates": Method(
+        functools.partial(FTML, learn_lr=True), Style("FTML, learned step sizes", "#A50026", "8", (10, 1.5))
+    ),
+    "ftml-every": Method(
+        functools.partial(FTML, every_step=True), Style("FTML, loss after every step", "#A6761D", "H", (2, 3))
+    ),
+    # The preset gives the step sizes of the next two, which depend on its number of updates.
+    "ftml-anneal": Method(FTML, Style("FTML, annealed outer step", "#7B3294", "x", (5, 3, 1, 3))),
+    "ftml-plus": Method(
+        functools.partial(FTML, learn_lr=True, every_step=True), Style("FTML plus", "#E7298A", "*", (4, 1))
+    ),
+    "ftml-bounded": Method(
+        functools.partial(FTML, max_tasks=16), Style("FTML, 16 tasks kept", "#1B7837", "p", (6, 1.5, 1, 1.5))
+    ),
+}
+PAPER = ("ftml", "ftml-last", "ftl", "toe", "scratch")
+
+# Colours, markers and dashes of methods that are not in METHODS.
+_SPARE: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    ("#D55E00", "P", (9, 1)),
+    ("#666666", "X", (1, 2.5)),
+    ("#8C8C00", "p", (6, 2, 2, 2)),
+    ("#4B4BD6", "*", (2, 1)),
+    ("#00A3A3", "8", (8, 3)),
+    ("#7FBF3F", "H", (4, 2, 1, 2)),
+    ("#F4777F", "h", (3, 3)),
+    ("#3B2314", "d", (12, 2)),
+)
+
+
+def factories(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Factory]:
+    """Factories of methods in `METHODS`, each with options of its learner."""
+    return {name: functools.partial(METHODS[name].make, **given) for name, given in options.items()}
+
+
+def styles(names: Iterable[str]) -> dict[str, Style]:
+    """The styles of methods: first those in `METHODS`, in its order, then others in the order given.
+
+    A method that is not in `METHODS` is labelled with its name. Its colour depends on its name, and no two methods
+    share a colour unless there are more than eight such methods.
+    """
+    given = dict.fromkeys(names)
+    chosen = {name: method.style for name, method in METHODS.items() if name in given}
+    spare: list[tuple[str, str, tuple[float, ...]]] = []
+    for name in given:
+        if name not in chosen:
+            spare = spare or list(_SPARE)
+            chosen[name] = Style(name, *spare.pop(zlib.crc32(name.encode()) % len(spare)))
+    return chosen
+
+
+def label(name: str) -> str:
+    """The label of a method."""
+    return styles([name])[name].label
