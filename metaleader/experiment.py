@@ -26,8 +26,9 @@ from metaleader.report.figures import draw_figures
 from metaleader.report.loaded import load_runs
 from metaleader.report.page import write_report
 from metaleader.report.progress import Display, result_table, summary_writer
-from metaleader.runs.folder import Config, Run
+from metaleader.runs.folder import Config
 from metaleader.runs.join import join_runs
+from metaleader.runs.run import Run
 from metaleader.streams.datasets.registry import data_folder
 from metaleader.system import machine
 from metaleader.tasks import TaskStream

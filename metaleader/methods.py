@@ -35,9 +35,9 @@ class Style:
 
     @property
     def phrase(self) -> str:
-        """The label without a comma, for use in a sentence: "FTML (last layer)"."""
+        """The label without a comma, for use in a sentence: "last-layer FTML"."""
         name, comma, detail = self.label.partition(", ")
-        return f"{name} ({detail})" if comma else name
+        return f"{detail.replace(' ', '-')} {name}" if comma else name
 
 
 @dataclass(frozen=True)

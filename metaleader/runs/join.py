@@ -9,7 +9,6 @@ from typing import Any
 
 from metaleader.methods import styles
 from metaleader.runs.folder import (
-    Run,
     csv_lines,
     is_finished,
     read_checkpoint,
@@ -19,6 +18,7 @@ from metaleader.runs.folder import (
     write_checkpoint,
     write_times,
 )
+from metaleader.runs.run import Run
 from metaleader.system.files import write_atomic
 
 # Keys of the configuration in which joined runs may differ: where they ran, values that do not affect the records, and
