@@ -26,7 +26,6 @@ from metaleader.report.figures import draw_figures
 from metaleader.report.loaded import load_runs
 from metaleader.report.page import write_report
 from metaleader.report.progress import Display, result_table, summary_writer
-from metaleader.runs.folder import Config
 from metaleader.runs.join import join_runs
 from metaleader.runs.run import Run
 from metaleader.streams.datasets.registry import data_folder
@@ -85,14 +84,11 @@ def run_experiment(experiment: Experiment, folder: Path) -> None:
 def resume_experiment(folder: Path) -> None:
     """Continue a run that was stopped; then print and draw the results, also those of a finished run."""
     with Run(folder) as run:
-        if missing := Config.__annotations__.keys() - run.config.keys():
-            raise ValueError(f"{folder} cannot be resumed: its config.json has no {', '.join(sorted(missing))}")
-        config: dict[str, Any] = dict(run.config)
-        given = {field.name: config[field.name] for field in dataclasses.fields(Experiment)}
+        given: dict[str, Any] = {field.name: run.config[field.name] for field in dataclasses.fields(Experiment)}
         given["methods"] = tuple(given["methods"])
         experiment, preset = checked(Experiment(**given))
-        _check_unchanged(config, _config(experiment, preset))
-        torch.set_num_threads(config["threads"])
+        _check_unchanged(run.config, _config(experiment, preset))
+        torch.set_num_threads(run.config["threads"])
         if run.finished():
             run.check_records()
             print(f"{folder} is finished: there is nothing to resume")
@@ -160,7 +156,7 @@ def _play_method(
         return
     started = time.perf_counter()
     # The checkpoint has the mode in use: a compiled engine may have fallen back to eager.
-    mode: Any = run.config.get("engines", {})[method] if saved is None else saved["state"]["engine"]
+    mode: Any = run.config["engines"][method] if saved is None else saved["state"]["engine"]
     engine = Engine(mode, device=experiment.device)
     make, options = preset.all_methods[method], {"device": experiment.device, "engine": engine}
     learners: list[Learner] = [

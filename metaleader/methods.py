@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -42,57 +42,44 @@ class Style:
 
 @dataclass(frozen=True)
 class Method:
-    """A method: the function that makes its learner, and its appearance."""
+    """A method: its appearance, the class or function that makes its learner, and the options of that call."""
 
-    make: Factory
     style: Style
+    make: Factory
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _with_more_updates(
-    kind: type[Learner], model: Callable[[], nn.Module], loss: Loss, *, meta_steps: int, factor: int, **options: Any
-) -> Learner:
-    """Make a learner with `factor` times as many updates per reveal."""
-    return kind(model, loss, meta_steps=factor * meta_steps, **options)
+def _long(kind: type[Learner]) -> Factory:
+    """A factory of learners that make `factor` times as many updates per reveal."""
+
+    def make(model: Callable[[], nn.Module], loss: Loss, *, meta_steps: int, factor: int, **options: Any) -> Learner:
+        return kind(model, loss, meta_steps=factor * meta_steps, **options)
+
+    return make
 
 
 # A meta-update with five inner steps takes six gradients and five Hessian-vector products of two gradients each: a
 # method without an inner loop makes 16 updates with the same compute.
-_MATCHED = 16
+_MATCHED = {"factor": 16}
 
-# In the order of tables and legends: the paper's methods first. The colours of these five are Okabe and Ito's, which
-# colour-blind readers can tell apart; markers and dashes serve print without colour.
+# In the order of tables and legends, the paper's methods first. The colours of these five are Okabe and Ito's, which
+# colour-blind readers can tell apart; markers and dashes serve print without colour. The presets give ftml-anneal and
+# ftml-plus their outer step sizes, which depend on the number of updates.
 METHODS: dict[str, Method] = {
-    "ftml": Method(FTML, Style("FTML", "#0072B2", "o", ())),
-    "ftml-last": Method(functools.partial(FTML, only="last"), Style("FTML, last layer", "#56B4E9", "s", (5, 1.5))),
-    "ftl": Method(FTL, Style("FTL", "#E69F00", "^", (7, 1.5, 1.5, 1.5))),
-    "toe": Method(TOE, Style("TOE", "#009E73", "D", (1.5, 1.5))),
-    "scratch": Method(Scratch, Style("from scratch", "#CC79A7", "v", (3, 2))),
-    "ftml-first": Method(functools.partial(FTML, first_order=True), Style("FTML, first order", "#003E63", "h", (9, 2))),
-    "ftl-matched": Method(
-        functools.partial(_with_more_updates, FTL, factor=_MATCHED),
-        Style("FTL, matched compute", "#8C5A00", "<", (7, 1, 1, 1)),
-    ),
-    "toe-matched": Method(
-        functools.partial(_with_more_updates, TOE, factor=_MATCHED),
-        Style("TOE, matched compute", "#00543D", "d", (1, 1)),
-    ),
-    "scratch-long": Method(
-        functools.partial(_with_more_updates, Scratch, factor=5), Style("from scratch, long", "#7A3E62", ">", (3, 1))
-    ),
-    "ftml-rates": Method(
-        functools.partial(FTML, learn_lr=True), Style("FTML, learned step sizes", "#A50026", "8", (10, 1.5))
-    ),
-    "ftml-every": Method(
-        functools.partial(FTML, every_step=True), Style("FTML, loss after every step", "#A6761D", "H", (2, 3))
-    ),
-    # The preset gives the step sizes of the next two, which depend on its number of updates.
-    "ftml-anneal": Method(FTML, Style("FTML, annealed outer step", "#7B3294", "x", (5, 3, 1, 3))),
-    "ftml-plus": Method(
-        functools.partial(FTML, learn_lr=True, every_step=True), Style("FTML plus", "#E7298A", "*", (4, 1))
-    ),
-    "ftml-bounded": Method(
-        functools.partial(FTML, max_tasks=16), Style("FTML, 16 tasks kept", "#1B7837", "p", (6, 1.5, 1, 1.5))
-    ),
+    "ftml": Method(Style("FTML", "#0072B2", "o", ()), FTML),
+    "ftml-last": Method(Style("FTML, last layer", "#56B4E9", "s", (5, 1.5)), FTML, {"only": "last"}),
+    "ftl": Method(Style("FTL", "#E69F00", "^", (7, 1.5, 1.5, 1.5)), FTL),
+    "toe": Method(Style("TOE", "#009E73", "D", (1.5, 1.5)), TOE),
+    "scratch": Method(Style("from scratch", "#CC79A7", "v", (3, 2)), Scratch),
+    "ftml-first": Method(Style("FTML, first order", "#003E63", "h", (9, 2)), FTML, {"first_order": True}),
+    "ftl-matched": Method(Style("FTL, matched compute", "#8C5A00", "<", (7, 1, 1, 1)), _long(FTL), _MATCHED),
+    "toe-matched": Method(Style("TOE, matched compute", "#00543D", "d", (1, 1)), _long(TOE), _MATCHED),
+    "scratch-long": Method(Style("from scratch, long", "#7A3E62", ">", (3, 1)), _long(Scratch), {"factor": 5}),
+    "ftml-rates": Method(Style("FTML, learned step sizes", "#A50026", "8", (10, 1.5)), FTML, {"learn_lr": True}),
+    "ftml-every": Method(Style("FTML, loss after every step", "#A6761D", "H", (2, 3)), FTML, {"every_step": True}),
+    "ftml-anneal": Method(Style("FTML, annealed outer step", "#7B3294", "x", (5, 3, 1, 3)), FTML),
+    "ftml-plus": Method(Style("FTML plus", "#E7298A", "*", (4, 1)), FTML, {"learn_lr": True, "every_step": True}),
+    "ftml-bounded": Method(Style("FTML, 16 tasks kept", "#1B7837", "p", (6, 1.5, 1, 1.5)), FTML, {"max_tasks": 16}),
 }
 PAPER = ("ftml", "ftml-last", "ftl", "toe", "scratch")
 
@@ -110,8 +97,10 @@ _SPARE: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 
 
 def factories(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Factory]:
-    """Factories of methods in `METHODS`, each with options of its learner."""
-    return {name: functools.partial(METHODS[name].make, **given) for name, given in options.items()}
+    """Factories of methods in `METHODS`, each with further options of its learner."""
+    return {
+        name: functools.partial(METHODS[name].make, **METHODS[name].options, **given) for name, given in options.items()
+    }
 
 
 def styles(names: Iterable[str]) -> dict[str, Style]:

@@ -54,4 +54,4 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("metaleader: interrupted", file=sys.stderr)
         sys.exit(130)
-    sys.exit(status)
+    sys.exit(status or 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def bench(what: str = "meta-step", device: str = "auto", peers: bool = False, out: str | None = None) -> int:
+def bench(what: str = "meta-step", device: str = "auto", peers: bool = False, out: str | None = None) -> None:
     """Measure the engine on random images of the paper's shapes; prints a table, then one line of JSON.
 
     Errors are those of the gradient of each task relative to float64, median over tasks. The largest error can reach
@@ -16,11 +16,7 @@ def bench(what: str = "meta-step", device: str = "auto", peers: bool = False, ou
         device: cpu, cuda, or auto for the GPU if there is one.
         peers: also time higher and torchopt on the work of meta-step; needs metaleader[bench].
         out: a file to which each result is appended as a line of JSON.
-
-    Returns:
-        The exit status.
     """
     from metaleader.bench.report import named, run_bench
 
     run_bench(named(what), device, peers, out)
-    return 0

@@ -5,25 +5,22 @@ from __future__ import annotations
 from typing import get_args
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from metaleader.methods import METHODS
 from metaleader.presets import MACHINES, PRESETS, TIMES, Schedule
 
 
-def list_presets() -> int:
-    """List the presets: size and time under each schedule, and methods.
-
-    Returns:
-        The exit status.
-    """
+def list_presets() -> None:
+    """List the presets: size and time under each schedule, and methods."""
     console = Console()
-    sizes = Table(title="metaleader run PRESET: datapoints per task, updates per method, time of all default methods")
-    for header in ("preset", "schedule"):
-        sizes.add_column(header, no_wrap=True)
-    for header in ("tasks", "datapoints", "updates"):
-        sizes.add_column(header, justify="right")
-    sizes.add_column("time")
+    sizes = Table(
+        Column("preset", no_wrap=True),
+        Column("schedule", no_wrap=True),
+        *(Column(header, justify="right") for header in ("tasks", "datapoints", "updates")),
+        "time",
+        title="metaleader run PRESET: datapoints per task, updates per method, time of all default methods",
+    )
     for name, make in PRESETS.items():
         for schedule in get_args(Schedule):
             preset = make(schedule)
@@ -36,14 +33,14 @@ def list_presets() -> int:
     for name, machine in MACHINES.items():
         print(f"{name}: {machine}")
     presets = {name: make("standard") for name, make in PRESETS.items()}
-    methods = Table(title="--methods: an extra method runs only if it is named")
-    methods.add_column("method", no_wrap=True)
-    for name in presets:
-        methods.add_column(name.replace("-", "-\n"), no_wrap=True)
+    headers = ["method", *(name.replace("-", "-\n") for name in presets)]
+    methods = Table(
+        *(Column(header, no_wrap=True) for header in headers),
+        title="--methods: an extra method runs only if it is named",
+    )
     for name in dict.fromkeys([*METHODS, *(name for preset in presets.values() for name in preset.all_methods)]):
         cells = ["default" if name in p.methods else "extra" if name in p.extras else "–" for p in presets.values()]
         methods.add_row(name, *cells)
     console.print(methods)
     for name, preset in presets.items():
         print(f"{name}: {preset.summary}")
-    return 0

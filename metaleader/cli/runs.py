@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from metaleader.experiment import Experiment, join_experiments, resume_experiment, run_experiment
 from metaleader.report.claims import check_claims
@@ -25,34 +25,26 @@ def run(
     experiment: Annotated[Experiment, tyro.conf.arg(name="")] = Experiment(),  # noqa: B008
     *,
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
-) -> int:
+) -> None:
     """Run all methods of an experiment over the same streams; write records, figures and a report into a folder.
 
     Args:
         experiment: the experiment.
         out: The run folder; runs/PRESET if not given.
-
-    Returns:
-        The exit status.
     """
     run_experiment(experiment, out or Path("runs") / experiment.preset)
-    return 0
 
 
-def resume(folder: Folder) -> int:
+def resume(folder: Folder) -> None:
     """Continue a run that was stopped by Ctrl-C, a kill or a power failure; the result is the same as without the stop.
 
     Args:
         folder: the run folder.
-
-    Returns:
-        The exit status.
     """
     resume_experiment(folder)
-    return 0
 
 
-def join(folders: Folders, *, out: Annotated[Path, tyro.conf.arg(metavar="NEW")]) -> int:
+def join(folders: Folders, *, out: Annotated[Path, tyro.conf.arg(metavar="NEW")]) -> None:
     """Join finished runs of one experiment, each of different methods, into one run.
 
     Methods can then run as separate processes or on separate machines. Preset, schedule, seeds, tasks and settings must
@@ -61,25 +53,18 @@ def join(folders: Folders, *, out: Annotated[Path, tyro.conf.arg(metavar="NEW")]
     Args:
         folders: run folders, all finished; they are not changed.
         out: the new run folder.
-
-    Returns:
-        The exit status.
     """
     join_experiments(folders, out)
-    return 0
 
 
 def report(
     folders: Folders, *, out: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-) -> int:
+) -> None:
     """Compare runs in one self-contained HTML page: figures, tables, checks of claims, configuration.
 
     Args:
         folders: run folders, finished or not.
         out: the page to write; report.html in the first folder if not given.
-
-    Returns:
-        The exit status.
     """
     # `runs/*` may match folders without a run: they are skipped, unless there is no run at all.
     runs = [folder for folder in folders if (folder / "records.csv").is_file()] or list(folders)
@@ -87,7 +72,6 @@ def report(
         if folder not in runs:
             print(f"note: {folder} holds no records and is left out", file=sys.stderr)
     print(write_report(runs, out).resolve())
-    return 0
 
 
 def verify(folder: Folder) -> int:
@@ -100,10 +84,8 @@ def verify(folder: Folder) -> int:
         The exit status: 1 if a claim disagrees.
     """
     claims = check_claims(folder)
-    table = Table(title="claims, with the 90 % interval over paired seeds", show_lines=True)
-    table.add_column("claim", ratio=1)
-    for header in ("effect", "interval", "claimed", "verdict"):
-        table.add_column(header)
+    title = "claims, with the 90 % interval over paired seeds"
+    table = Table(Column("claim", ratio=1), "effect", "interval", "claimed", "verdict", title=title, show_lines=True)
     for claim in claims:
         table.add_row(claim.text, *claim.cells(), f"[{_COLOURS[claim.verdict]}]{claim.verdict}[/]")
     Console().print(table)

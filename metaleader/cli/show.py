@@ -25,7 +25,7 @@ def show(
     order: Annotated[str | None, tyro.conf.arg(metavar="ORDER", help_behavior_hint="")] = None,
     seed: int = 0,
     data: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
-) -> int:
+) -> None:
     """Draw a contact sheet of a stream as PNG: one row per task, examples with their labels.
 
     A pose is drawn as an arrow from the position of the object to where its front points.
@@ -38,9 +38,6 @@ def show(
         order: random if not given; rainbow: colour, scale, rotation; cifar100: given, superclass; pose: class, scale; sinusoid: amplitude.
         seed: the seed of the stream.
         data: the data folder; METALEADER_DATA or a folder in your cache if not given. With pose: draw the PASCAL3D+ objects in it instead of the built-in ones.
-
-    Returns:
-        The exit status.
     """  # noqa: E501 (the help would show line breaks)
     options: dict[str, Any] = {} if order is None else {"order": order}
     path = out or Path(f"{stream}.png")
@@ -57,4 +54,3 @@ def show(
         print(title, file=sys.stderr)
         contact_sheet(stream_shown, path, tasks, examples, title)
     print(path)
-    return 0

@@ -36,13 +36,11 @@ class Claim:
     """A tested claim of the paper.
 
     Attributes:
-        name: a short name.
         text: the claim as a sentence, followed by the numbers behind the verdict, or the reason why there is none.
         effect: the mean over seeds, positive in the claimed direction; None without records.
         uncertainty: the 90 % interval of the effect over paired seeds; None with a single seed.
         margin: the value that the effect must exceed; if two-sided, the largest difference from 0 on either side.
         two_sided: whether the claim is that two methods are about equal.
-        unit: the unit of effect and margin.
         verdict: "agrees" if the whole interval is inside the margin, "disagrees" if none of it is.
     """
 
@@ -70,15 +68,11 @@ class Statement:
     last thirds are compared. The worse method counts with its best number of adaptation steps.
 
     Attributes:
-        name: a short name.
         text: the claim as a sentence; "{}" stands for the number of datapoints.
-        better: methods that are claimed to be better.
-        worse: methods that are claimed to be worse.
         value: the panel of the error, or "needed": the datapoints to proficiency.
         margin: for a difference, in units of the error that the threshold of proficiency allows, or of a reveal.
         statistic: "difference" or "ratio" of means; "behind": the fraction of all tasks on which the worse method is
             behind by more than `LIKENESS`; "first": the fraction of all tasks that were solved at the first reveal.
-        two_sided: whether the claim is that the methods are about equal.
     """
 
     name: str
@@ -154,15 +148,11 @@ def check_claims(folder: str | Path) -> list[Claim]:
 @dataclass(frozen=True)
 class _Run:
     records: list[Mapping[str, Any]]
+    # A run of fewer tasks than the preset has is not finished.
     preset: Preset
     # Sizes and margins are those of the standard schedule: a quick run may lack the sizes of the paper.
     standard: Preset
     seeds: int
-
-    @property
-    def tasks(self) -> int:
-        """The number of tasks of the preset: a run of only the first few is not finished."""
-        return self.preset.tasks
 
     def allowed(self) -> float:
         """The error that the threshold of proficiency allows; without a threshold 0.1, as on Rainbow MNIST."""
@@ -193,7 +183,8 @@ def _judge(statement: Statement, run: _Run) -> Claim:
     text = statement.text.format(after)
     blank = Claim(statement.name, text, None, None, margin, statement.two_sided, unit, "undecided")
     values = {method: run.values(method, statement.value) for method in statement.better + statement.worse}
-    missing = [_phrase(method) for method, by_steps in values.items() if not by_steps]
+    names = {method: METHODS[method].style.phrase for method in values}
+    missing = [names[method] for method, by_steps in values.items() if not by_steps]
     if missing:
         return replace(blank, text=f"{text}: no records of {', '.join(missing)}{after and f' after {after}'}")
     pairs = []
@@ -203,13 +194,9 @@ def _judge(statement: Statement, run: _Run) -> Claim:
             pairs.append(_judge_pair(statement, run, blank, ("late", "early"), default, default))
         for worse in statement.worse:
             for steps, rival in values[worse].items():
-                names = _phrase(better), _phrase(worse) + (steps and f" with {steps} step{'' if steps == '1' else 's'}")
-                pairs.append(_judge_pair(statement, run, blank, names, default, rival))
+                pair = names[better], names[worse] + (steps and f" with {steps} step{'' if steps == '1' else 's'}")
+                pairs.append(_judge_pair(statement, run, blank, pair, default, rival))
     return min(pairs, key=lambda pair: (get_args(Verdict).index(pair[0].verdict), pair[1]))[0]
-
-
-def _phrase(method: str) -> str:
-    return METHODS[method].style.phrase
 
 
 def _judge_pair(
@@ -218,7 +205,7 @@ def _judge_pair(
     """The claim, and the distance of its interval, or with one seed its effect, from the margin."""
     both = better.keys() & worse.keys()
     seeds = sorted({seed for seed, _ in both})
-    rounds = [t for t in range(run.tasks) if seeds and all((seed, t) in both for seed in seeds)]
+    rounds = [t for t in range(run.preset.tasks) if seeds and all((seed, t) in both for seed in seeds)]
     if not rounds:
         return replace(blank, text=f"{blank.text}: no task was played by all methods yet"), 0.0
     a, b = (np.array([[side[seed, t] for t in rounds] for seed in seeds]) for side in (better, worse))
@@ -226,7 +213,7 @@ def _judge_pair(
         third = -(-len(rounds) // 3)  # rounded up, as in tables and figures
         a, b = a[:, -third:], b[:, -third:] if statement.worse else a[:, :third]
     effects, numbers, solved = _effects(statement, run, names, a, b)
-    text = f"{blank.text}: {numbers}; {len(rounds)} of {run.tasks} tasks, {len(seeds)} of {run.seeds} seeds"
+    text = f"{blank.text}: {numbers}; {len(rounds)} of {run.preset.tasks} tasks, {len(seeds)} of {run.seeds} seeds"
     if not np.isfinite(effects).all():
         return replace(blank, text=f"{text}; a value is zero or not finite"), 0.0
     to_unit = math.exp if statement.statistic == "ratio" else float
@@ -241,7 +228,7 @@ def _judge_pair(
     claim = replace(claim, uncertainty=(low, high))
     inside = min(low - least, most - high)
     verdict = "agrees" if inside > 0 else "disagrees" if high < least or low > most else "undecided"
-    if len(rounds) < run.tasks or len(seeds) < run.seeds:
+    if len(rounds) < run.preset.tasks or len(seeds) < run.seeds:
         return replace(claim, text=f"{text}; not finished"), inside
     if claim.unit == "datapoints" and verdict != "undecided" and solved[verdict == "disagrees"] < 0.5:
         return replace(claim, text=f"{text}; too few solved to tell"), inside

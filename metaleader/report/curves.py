@@ -77,14 +77,7 @@ class Panel:
 
 
 def run_panels(records: Records, sizes: Iterable[int], gamma: float | None, error_name: str) -> dict[str, list[Panel]]:
-    """All panels of a run by figure: the panels of the paper, learning within a task, the cumulative loss.
-
-    Args:
-        records: of one run.
-        sizes: the sizes of D_t shown.
-        gamma: the threshold of proficiency; None shows accuracies.
-        error_name: the name of the error.
-    """
+    """The panels of a run's figures; the arguments are those of `draw_figures`."""
     return {
         "figure": stream_panels(records, sizes, gamma, error_name),
         "learning": [learning_panel(records, error_name)],

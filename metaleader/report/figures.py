@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,20 +133,11 @@ def _show_censoring(axes: Axes, panel: Panel) -> None:
     axes.axhline(panel.limit, color="#555555", linewidth=0.8, linestyle=(0, (1, 2)))
     axes.set_ylim(0, panel.limit * 1.42)
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick < 0.94 * panel.limit] + [panel.limit])
-    solved = "   ".join(f"{curve.style.label} {curve.solved:.0%}" for curve in panel.curves)
-    lines = _wrapped(f"solved: {solved}", 44)
+    solved = "   ".join(f"{curve.style.label} {curve.solved:.0%}".replace(" ", "\xa0") for curve in panel.curves)
+    lines = [line.replace("\xa0", " ") for line in textwrap.wrap(f"solved:\xa0{solved}", 47)]
     if any(curve.censored.any() for curve in panel.curves):
         lines.append(f"unsolved tasks count as {panel.limit} (hollow markers)")
     axes.text(0.02, 0.995, "\n".join(lines), transform=axes.transAxes, va="top", fontsize=7.5, color="#333333")
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    lines = [""]
-    for entry in text.split("   "):
-        if lines[-1] and len(lines[-1]) + len(entry) > width:
-            lines.append("")
-        lines[-1] += ("   " if lines[-1] else "") + entry
-    return lines
 
 
 def _line(style: Style) -> dict[str, Any]:

@@ -36,33 +36,27 @@ class LoadedRun:
         make = PRESETS.get(self.config["preset"])
         return None if make is None else make(self.config["schedule"])
 
-    # The configuration comes first in what follows: the preset may have changed since the run.
+    # The next four are those of the configuration: the preset may have changed since the run.
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes of D_t to show."""
-        if "panels" in self.config:
-            return tuple(self.config["panels"])
-        if self.preset is not None:
-            return self.preset.panels
-        sizes = sorted({r["datapoints"] for r in self.records})
-        return tuple(dict.fromkeys(sizes[:1] + sizes[-1:]))
+    def sizes(self) -> list[int]:
+        """The sizes of D_t to show, ascending."""
+        return self.config["panels"]
 
     @property
     def gamma(self) -> float | None:
         """The threshold of proficiency."""
-        return self.config.get("settings", {}).get("gamma", self.preset.gamma if self.preset else None)
+        return self.config["settings"].get("gamma")
 
     @property
     def error_name(self) -> str:
         """The name of the error."""
-        default = self.preset.error_name if self.preset else "error" if self.has_accuracy else "loss"
-        return self.config.get("error_name", default)
+        return self.config["error_name"]
 
     @property
     def steps(self) -> int:
         """The number of adaptation steps behind the columns `loss` and `accuracy`."""
-        return self.config.get("settings", {}).get("steps", self.preset.steps if self.preset else (5,))[0]
+        return self.config["settings"]["steps"][0]
 
     @property
     def measured(self) -> Records:

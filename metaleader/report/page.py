@@ -32,10 +32,6 @@ def write_report(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLi
 
     Returns:
         The path of the page.
-
-    Raises:
-        ValueError: without a folder, or if a file is not that of a run.
-        OSError: if a file cannot be read or written.
     """
     groups: dict[str, list[LoadedRun]] = {}
     for run in load_runs(folders):
@@ -142,7 +138,7 @@ def _sheet(run: LoadedRun) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sheet.png"
         try:
-            stream = First(run.preset.stream(0, run.config.get("data")), num)
+            stream = First(run.preset.stream(0, run.config["data"]), num)
             title = f"{run.config['preset']}, seed 0, {num} tasks played"
             contact_sheet(stream, path, _SHEET_TASKS, _SHEET_EXAMPLES, title)
         except (ValueError, OSError, ImportError, RuntimeError):

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from metaleader.evaluate import Record
 from metaleader.methods import label
@@ -22,11 +22,7 @@ from metaleader.runs.folder import read_costs
 class Display:
     """Shows the progress of each method: bars on a terminal, otherwise one line per round.
 
-    Args:
-        console: the console to print to.
-        error_name: the name of the error.
-        rounds: number of rounds of each method.
-        tensorboard: the folder for event files of TensorBoard; None writes none.
+    Each method has `rounds` rounds. Event files of TensorBoard go into the folder `tensorboard`, if given.
     """
 
     def __init__(self, console: Console, error_name: str, rounds: int, tensorboard: Path | None = None) -> None:
@@ -59,11 +55,13 @@ class Display:
 
     def reveal(self, records: Sequence[Record], fraction: float) -> None:
         """Show the records of a reveal, one per seed, after which this fraction of the round is done."""
-        self._note = _note(records, self._rounds, self._error_name)
-        self._bars.update(self._bar, completed=records[0].round + min(fraction, 1.0), note=self._note)
+        first, name = records[0], self._error_name
+        error = float(over_seeds(np.array([record_error(vars(record)) for record in records]))[0])
+        progress = f"round {first.round + 1}/{self._rounds}, {first.task}, {first.datapoints} datapoints"
+        self._note = f"{progress}, {name} {error:.3g}"
+        self._bars.update(self._bar, completed=first.round + min(fraction, 1.0), note=self._note)
         if self._writer is not None:
-            tag = f"{self._error_name} after {records[0].datapoints} datapoints"
-            self._writer.add_scalar(tag, _error(records), records[0].round)
+            self._writer.add_scalar(f"{name} after {first.datapoints} datapoints", error, first.round)
 
     def round_saved(self, seconds: float) -> None:
         """Report that a round has been saved after this time."""
@@ -82,11 +80,7 @@ class Display:
 
 
 def summary_writer() -> Any:
-    """The writer class of TensorBoard, an optional dependency.
-
-    Raises:
-        ValueError: if it is not installed.
-    """
+    """The writer class of TensorBoard; raises ValueError if this optional dependency is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # pyright: ignore[reportPrivateImportUsage]
     except ImportError as error:
@@ -100,11 +94,9 @@ def result_table(run: LoadedRun) -> Table:
     """Mean and standard error over seeds for the smallest and largest D_t, over the last and the first third."""
     few, many = run.sizes[0], run.sizes[-1]
     costs = read_costs(run.folder)
-    table = Table(title=f"{run.error_name} by datapoints, mean ± standard error over seeds")
-    table.add_column("method", no_wrap=True)
-    for header in (f"last third, {few}", f"last third, {many}", f"first third, {few}", "solved late"):
-        table.add_column(header)
-    table.add_column("seconds", justify="right")
+    headers = (f"last third, {few}", f"last third, {many}", f"first third, {few}", "solved late")
+    title = f"{run.error_name} by datapoints, mean ± standard error over seeds"
+    table = Table(Column("method", no_wrap=True), *headers, Column("seconds", justify="right"), title=title)
     for method in run.config["methods"]:
         early, late = (where(third(run.records, which), method=method) for which in ("first", "last"))
         groups = [where(records, datapoints=size) for records, size in ((late, few), (late, many), (early, few))]
@@ -113,13 +105,3 @@ def result_table(run: LoadedRun) -> Table:
         seconds = f"{costs[method].seconds:.0f}" if method in costs else "–"
         table.add_row(label(method), *cells, f"{np.mean(solved):.0%}", seconds)
     return table
-
-
-def _note(records: Sequence[Record], rounds: int, error_name: str) -> str:
-    first = records[0]
-    error = f"{error_name} {_error(records):.3g}"
-    return f"round {first.round + 1}/{rounds}, {first.task}, {first.datapoints} datapoints, {error}"
-
-
-def _error(records: Sequence[Record]) -> float:
-    return float(over_seeds(np.array([record_error(vars(record)) for record in records]))[0])

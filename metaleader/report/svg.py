@@ -88,12 +88,7 @@ def colours(style: Style) -> str:
 
 
 def chart(panel: Panel, axes: Axes | None) -> str:
-    """A panel as a figure: SVG, values for the pointer and the arrow keys, and the same values as a table.
-
-    Args:
-        panel: the curves and labels.
-        axes: from `common_axes`.
-    """
+    """A panel as a figure: SVG, values for the pointer and the arrow keys, and the same values as a table."""
     title = f"<h4>{escape(panel.y_label)}</h4>"
     if not panel.curves or axes is None:
         return f'<figure class="chart">{title}<p class="none">No records.</p></figure>'
@@ -219,12 +214,11 @@ def _ticks(span: tuple[float, float], log: bool, num: int, whole: bool = False) 
     low, high = span
     if log:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for digits in ((1, 2, 5), (1, 3), (1,)):
-            ticks = [digit * 10.0**power for power in decades for digit in digits]
-            ticks = [tick for tick in ticks if low <= tick <= high]
-            if len(ticks) <= 2 * num:
-                break
-        return ticks
+        choices = [
+            [digit * 10.0**power for power in decades for digit in digits] for digits in ((1, 2, 5), (1, 3), (1,))
+        ]
+        choices = [[tick for tick in ticks if low <= tick <= high] for ticks in choices]
+        return next((ticks for ticks in choices if len(ticks) <= 2 * num), choices[-1])
     power = 10.0 ** math.floor(math.log10((high - low) / num))
     step = next(factor * power for factor in (1, 2, 5, 10) if (high - low) / (factor * power) <= num)
     step = max(step, 1.0) if whole else step

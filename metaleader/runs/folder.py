@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Required, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
 
 from metaleader.system.files import load_tree, save_tree, write_atomic
 
@@ -27,17 +27,14 @@ _CHECKPOINT = "metaleader-checkpoint"
 _TEXT, _INTEGERS = ("method", "protocol", "task"), ("seed", "round", "datapoints", "needed", "new_datapoints")
 
 
-class Config(TypedDict, total=False):
-    """The values of `config.json`; a file may hold others too.
+class Config(TypedDict):
+    """The values of `config.json`, which `read_config` checks."""
 
-    `read_config` checks the types. Keys that are not required are needed to resume a run, not to report it.
-    """
-
-    format: Required[int]
-    preset: Required[str]
-    methods: Required[list[str]]
-    seeds: Required[int]
-    schedule: Required[Schedule]
+    format: int
+    preset: str
+    methods: list[str]
+    seeds: int
+    schedule: Schedule
     tasks: int
     device: str
     engine: str
@@ -81,10 +78,10 @@ def read_config(folder: str | os.PathLike[str]) -> Config:
         raise ValueError(
             f"{path} has format {config['format']!r}, this release reads up to {FORMAT}; upgrade metaleader"
         )
-    if missing := Config.__required_keys__ - config.keys():
-        raise ValueError(f"{path} is damaged: it has no {', '.join(sorted(missing))}; use an intact copy")
+    if missing := [name for name in Config.__annotations__ if name not in config]:
+        raise ValueError(f"{path} is damaged: it has no {', '.join(missing)}; use an intact copy")
     for name, hint in get_type_hints(Config).items():
-        if name in config and not _has_type(config[name], hint):
+        if not _has_type(config[name], hint):
             raise ValueError(f"{path} is damaged: its {name} is {config[name]!r}; use an intact copy")
     return config  # pyright: ignore[reportReturnType]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_records import made_config
 
 from metaleader.cli import main
 from metaleader.presets import PRESETS
@@ -21,7 +22,7 @@ from metaleader.tasks import rng
 
 METHODS = ("ftml", "ftml-last", "ftl", "toe", "scratch")
 TASKS = 9
-GOOD = {"format": 1, "preset": "sinusoid", "methods": list(METHODS), "schedule": "standard", "seeds": 3}
+GOOD = made_config(preset="sinusoid", methods=METHODS, seeds=3)
 COLUMNS = ["method", "seed", "protocol", "round", "task", "datapoints", "loss", "accuracy", "needed"]
 Error = Callable[[str, int, int, int], float]
 Needed = Callable[[str, int, int], int | None]
@@ -353,7 +354,7 @@ def test_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("{", "not the configuration of a run"),
         ("[1]", "not the configuration of a run"),
         (json.dumps({"preset": "sinusoid"}), "not the configuration of a run: it has no format"),
-        (json.dumps({"format": 1, "preset": "sinusoid"}), "is damaged: it has no methods, schedule, seeds"),
+        (json.dumps({"format": 1, "preset": "sinusoid"}), "is damaged: it has no methods, seeds, schedule, "),
         (json.dumps({**GOOD, "preset": "sinusiod"}), "the preset 'sinusiod'; there are rainbow-digits, "),
         (json.dumps({**GOOD, "preset": ["sinusoid"]}), "is damaged: its preset is ['sinusoid']"),
         (json.dumps({**GOOD, "schedule": "slow"}), "is damaged: its schedule is 'slow'"),

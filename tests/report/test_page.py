@@ -238,18 +238,19 @@ def test_what_comes_from_files_is_escaped(tmp_path):
     assert "&lt;script&gt;" in text
 
 
-def test_a_stream_of_ones_own_is_shown_with_its_smallest_and_largest_data(tmp_path):
-    folder = write_run(tmp_path / "run", made_records(tasks=3, reveals=4), preset="mine", gamma=None)
+def test_a_stream_of_ones_own_is_shown_as_its_configuration_says(tmp_path):
+    config = {"panels": [20, 80], "settings": {"gamma": None, "steps": [5]}, "error_name": "mistakes"}
+    folder = write_run(tmp_path / "run", made_records(tasks=3, reveals=4), preset="mine", **config)
     headings = [text for _, text in read(write_report([folder])).headings]
     assert "accuracy after 20 datapoints" in headings
     assert "accuracy after 80 datapoints" in headings
+    assert "mistakes within a task, last third" in headings
 
 
 def test_the_threshold_shown_is_the_one_that_the_run_was_judged_by(tmp_path):
-    records = made_records(tasks=3, reveals=4)
-    for number, (settings, shown) in enumerate((({"gamma": 0.65}, 0.65), ({}, 0.9))):
-        folder = write_run(tmp_path / str(number), records, settings=settings)
-        assert f"datapoints to accuracy {shown}" in [text for _, text in read(write_report([folder])).headings]
+    settings = {"gamma": 0.65, "steps": [5]}
+    folder = write_run(tmp_path / "run", made_records(tasks=3, reveals=4), settings=settings)
+    assert "datapoints to accuracy 0.65" in [text for _, text in read(write_report([folder])).headings]
 
 
 def test_a_run_without_records_yet_has_a_page(tmp_path):

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_records import made_config
 from rich.console import Console
 
 from metaleader.evaluate import Record
@@ -55,7 +56,7 @@ def test_the_table(rounds, tmp_path):
         for t in range(rounds)
         for i in range(2)
     ]
-    config: Any = {"preset": "mine", "schedule": "quick", "methods": ["toe"], "panels": [10, 20]}
+    config: Any = made_config(records, panels=[10, 20])
     (tmp_path / "times.csv").write_text("method,round,seconds,peak_mb\ntoe,0,31.7,1\ntoe,1,30,2\n")
     table = result_table(LoadedRun("run", tmp_path, config, records))
     cells = [next(iter(column.cells)) for column in table.columns]

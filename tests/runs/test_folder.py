@@ -5,13 +5,14 @@ import os
 
 import pytest
 import torch
+from made_records import made_config
 
 from metaleader.evaluate import Record
 from metaleader.runs import folder as runs
 from metaleader.runs.folder import read_config, read_records, read_times
 from metaleader.runs.run import Run
 
-CONFIG = {"preset": "mine", "methods": ["ftml", "toe"], "seeds": 2, "schedule": "standard"}
+CONFIG = made_config(preset="mine", methods=["ftml", "toe"], seeds=2)
 
 
 def record(t, datapoints, loss=0.5, **more):
@@ -92,7 +93,7 @@ def test_a_full_disk_says_how_to_go_on(tmp_path, monkeypatch):
 
 def test_the_configuration_is_there_before_anything_is_played(tmp_path):
     with Run(tmp_path / "a" / "b", CONFIG):
-        assert read_config(tmp_path / "a" / "b") == {"format": 1, **CONFIG}
+        assert read_config(tmp_path / "a" / "b") == {**CONFIG}
         assert not (tmp_path / "a" / "b" / "records.csv").exists()
 
 
@@ -196,11 +197,11 @@ def test_other_tables_are_refused(tmp_path):
         ('{"format": 1, "meth', "is not the configuration of a run"),
         ("[]", "is not the configuration of a run"),
         (json.dumps({"name": "my own"}), "is not the configuration of a run"),
-        (json.dumps({"format": 1, "methods": []}), "is damaged: it has no preset, schedule, seeds"),
-        (json.dumps({"format": 1, **CONFIG, "methods": "ftml"}), "is damaged: its methods is 'ftml'"),
-        (json.dumps({"format": 1, **CONFIG, "methods": [1]}), r"is damaged: its methods is \[1\]"),
-        (json.dumps({"format": 1, **CONFIG, "schedule": "slow"}), "is damaged: its schedule is 'slow'"),
-        (json.dumps({"format": 1, **CONFIG, "settings": None}), "is damaged: its settings is None"),
+        (json.dumps({"format": 1, "methods": []}), "is damaged: it has no preset, seeds, schedule, "),
+        (json.dumps({**CONFIG, "methods": "ftml"}), "is damaged: its methods is 'ftml'"),
+        (json.dumps({**CONFIG, "methods": [1]}), r"is damaged: its methods is \[1\]"),
+        (json.dumps({**CONFIG, "schedule": "slow"}), "is damaged: its schedule is 'slow'"),
+        (json.dumps({**CONFIG, "settings": None}), "is damaged: its settings is None"),
     ],
 )
 def test_a_configuration_that_cannot_be_read_is_refused_and_left_alone(tmp_path, text, message):
