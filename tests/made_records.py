@@ -63,6 +63,11 @@ def uneven(records):
     return [r | {"loss": r["loss"] * (1000 if r["seed"] == 0 and r["round"] % 2 else 1)} for r in records]
 
 
+def made_settings(gamma, steps=(5,)):
+    learned = {"loss": {}, "learners": {}}
+    return {"meta_steps": 10, "reveal": 20, "reveals": 45, "gamma": gamma, "steps": list(steps), **learned}
+
+
 def made_config(records=(), preset="rainbow-mnist", **config):
     """A configuration as `metaleader run` writes it, for any preset."""
     fixed = PRESETS[preset if preset in PRESETS else "rainbow-mnist"]("standard")
@@ -79,7 +84,7 @@ def made_config(records=(), preset="rainbow-mnist", **config):
         "tensorboard": False,
         "engines": {},
         "threads": 1,
-        "settings": {"gamma": fixed.gamma, "steps": list(fixed.steps)},
+        "settings": made_settings(fixed.gamma, fixed.steps),
         "panels": list(fixed.panels),
         "error_name": fixed.error_name,
         "statistics": "batch",

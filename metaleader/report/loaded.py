@@ -46,7 +46,7 @@ class LoadedRun:
     @property
     def gamma(self) -> float | None:
         """The threshold of proficiency."""
-        return self.config["settings"].get("gamma")
+        return self.config["settings"]["gamma"]
 
     @property
     def error_name(self) -> str:

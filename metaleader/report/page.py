@@ -79,7 +79,7 @@ the arrow keys, to read its values.</p>
 
 def _group(anchor: str, stream: str, runs: Sequence[LoadedRun]) -> str:
     summary = next((run.preset.summary for run in runs if run.preset), "")
-    parts = [
+    blocks = [
         f'<h2 id="{anchor}">{escape(stream)}</h2>',
         f"<p>{escape(summary)}</p>" if summary else "",
         results_table(runs),
@@ -90,7 +90,7 @@ def _group(anchor: str, stream: str, runs: Sequence[LoadedRun]) -> str:
         _sheet(runs[0]),
         configuration_table(runs),
     ]
-    return f'<section aria-labelledby="{anchor}">{"".join(parts)}</section>'
+    return f'<section aria-labelledby="{anchor}">{"".join(blocks)}</section>'
 
 
 def _figures(runs: Sequence[LoadedRun]) -> str:
@@ -103,16 +103,16 @@ def _figures(runs: Sequence[LoadedRun]) -> str:
     for panel in (panel for row in rows for panel in row):
         by_label.setdefault(panel.y_label, []).append(panel)
     axes = {label: common_axes(panels) for label, panels in by_label.items()}
-    parts = ["<h3>Figures</h3>"]
+    blocks = ["<h3>Figures</h3>"]
     for run, row in zip(runs, rows, strict=True):
         heading = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
         charts = "".join(chart(panel, axes[panel.y_label]) for panel in row)
-        parts.append(f'{heading}{legend(methods_of(run.records).values())}<div class="charts">{charts}</div>')
-    parts.append(
+        blocks.append(f'{heading}{legend(methods_of(run.records).values())}<div class="charts">{charts}</div>')
+    blocks.append(
         "<p>The cumulative loss is the sum over tasks of the mean loss over a task's reveals. It is not the regret: no "
         "comparator is subtracted.</p>"
     )
-    return "".join(parts)
+    return "".join(blocks)
 
 
 def _checks(run: LoadedRun) -> str:

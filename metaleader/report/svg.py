@@ -94,21 +94,21 @@ def chart(panel: Panel, axes: Axes | None) -> str:
         return f'<figure class="chart">{title}<p class="none">No records.</p></figure>'
     to_x = _scale(axes.x, axes.x_log, _LEFT, _WIDTH - _RIGHT)
     to_y = _scale(axes.y, axes.y_log, _HEIGHT - _BOTTOM, _TOP)
-    parts = [_grid(axes, to_x, to_y, panel.x_label)]
+    elements = [_grid(axes, to_x, to_y, panel.x_label)]
     if panel.limit is not None:
         y = _f(to_y(panel.limit))
-        parts.append(f'<path class="limit" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
-    parts += [_band(curve, axes.y_log, to_x, to_y) for curve in panel.curves]
+        elements.append(f'<path class="limit" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
+    elements += [_band(curve, axes.y_log, to_x, to_y) for curve in panel.curves]
     # The first method on top.
     for order, curve in reversed(list(enumerate(panel.curves))):
-        parts.append(_line(curve, to_x, to_y, marked(curve, order, axes.x_log)))
+        elements.append(_line(curve, to_x, to_y, marked(curve, order, axes.x_log)))
     names = ", ".join(curve.style.label for curve in panel.curves)
     label = f"{panel.y_label} against {panel.x_label}: {names}. Left and right arrow keys read the values."
     values, table = _values(panel, to_x, to_y)
     return (
         f'<figure class="chart">{title}<div class="plot" data-values="{escape(json.dumps(values))}">'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" tabindex="0" aria-label="{escape(label)}">'
-        f'{"".join(parts)}<g class="probe"></g></svg><div class="tip" role="status" hidden></div></div>'
+        f'{"".join(elements)}<g class="probe"></g></svg><div class="tip" role="status" hidden></div></div>'
         f"{_note(panel)}<details><summary>Values</summary>{table}</details></figure>"
     )
 
@@ -194,19 +194,19 @@ def _dashes(style: Style) -> str:
 
 
 def _grid(axes: Axes, to_x: Callable, to_y: Callable, x_label: str) -> str:
-    bottom, parts = _HEIGHT - _BOTTOM, []
+    bottom, elements = _HEIGHT - _BOTTOM, []
     for tick in _ticks(axes.y, axes.y_log, 5):
         y = _f(to_y(tick))
-        parts.append(f'<path class="grid" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y}" dy=".35em" text-anchor="end">{tick:g}</text>')
+        elements.append(f'<path class="grid" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
+        elements.append(f'<text x="{_LEFT - 6}" y="{y}" dy=".35em" text-anchor="end">{tick:g}</text>')
     for tick in _ticks(axes.x, axes.x_log, 6, whole=True):
         x = _f(to_x(tick))
-        parts.append(f'<path class="grid" d="M{x} {bottom}v4"/>')
-        parts.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
+        elements.append(f'<path class="grid" d="M{x} {bottom}v4"/>')
+        elements.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(x_label)}</text>')
-    parts.append(f'<path class="axis" d="M{_LEFT} {_TOP}V{bottom}H{_WIDTH - _RIGHT}"/>')
-    return "".join(parts)
+    elements.append(f'<text x="{middle}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(x_label)}</text>')
+    elements.append(f'<path class="axis" d="M{_LEFT} {_TOP}V{bottom}H{_WIDTH - _RIGHT}"/>')
+    return "".join(elements)
 
 
 def _ticks(span: tuple[float, float], log: bool, num: int, whole: bool = False) -> list[float]:

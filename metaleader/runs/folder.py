@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 from metaleader.system.files import load_tree, save_tree, write_atomic
 
@@ -25,6 +25,18 @@ COLUMNS = ("method", "seed", "protocol", "round", "task", "datapoints", "loss", 
 TIMES = ("method", "round", "seconds", "peak_mb")
 _CHECKPOINT = "metaleader-checkpoint"
 _TEXT, _INTEGERS = ("method", "protocol", "task"), ("seed", "round", "datapoints", "needed", "new_datapoints")
+
+
+class Settings(TypedDict):
+    """The settings of the preset in `config.json`."""
+
+    meta_steps: int
+    reveal: int
+    reveals: int
+    gamma: int | float | None
+    steps: list[int]
+    loss: dict[str, Any]
+    learners: dict[str, Any]
 
 
 class Config(TypedDict):
@@ -42,7 +54,7 @@ class Config(TypedDict):
     tensorboard: bool
     engines: dict[str, str]
     threads: int
-    settings: dict[str, Any]
+    settings: Settings
     panels: list[int]
     error_name: str
     statistics: str
@@ -78,21 +90,25 @@ def read_config(folder: str | os.PathLike[str]) -> Config:
         raise ValueError(
             f"{path} has format {config['format']!r}, this release reads up to {FORMAT}; upgrade metaleader"
         )
-    if missing := [name for name in Config.__annotations__ if name not in config]:
-        raise ValueError(f"{path} is damaged: it has no {', '.join(missing)}; use an intact copy")
-    for name, hint in get_type_hints(Config).items():
-        if not _has_type(config[name], hint):
-            raise ValueError(f"{path} is damaged: its {name} is {config[name]!r}; use an intact copy")
+    _check_types(path, config, Config)
     return config  # pyright: ignore[reportReturnType]
 
 
-def _has_type(value: Any, hint: Any) -> bool:
-    kind, arguments = get_origin(hint), get_args(hint)
-    if kind is Literal:
-        return value in arguments
-    if kind is list:
-        return isinstance(value, list) and all(isinstance(item, arguments[0]) for item in value)
-    return hint is Any or isinstance(value, dict if kind is dict else hint)
+def _check_types(path: Path, values: dict[str, Any], schema: Any) -> None:
+    for name, hint in get_type_hints(schema).items():
+        if name not in values:
+            raise ValueError(f"{path} is damaged: it has no {name}; use an intact copy")
+        value, kind, arguments = values[name], get_origin(hint), get_args(hint)
+        if kind is Literal:
+            is_valid = value in arguments
+        elif kind is list:
+            is_valid = isinstance(value, list) and all(isinstance(item, arguments[0]) for item in value)
+        else:
+            is_valid = hint is Any or isinstance(value, dict if kind is dict or is_typeddict(hint) else hint)
+        if not is_valid:
+            raise ValueError(f"{path} is damaged: its {name} is {value!r}; use an intact copy")
+        if is_typeddict(hint):
+            _check_types(path, values[name], hint)
 
 
 def read_records(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -83,8 +83,8 @@ def _joined_config(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
     for folder, config in zip(folders, configs, strict=True):
         for name in (first | config).keys() - _MAY_DIFFER:
             value, expected = config.get(name), first.get(name)
-            if name == "settings" and value is not None and expected is not None:
-                value, expected = ({**settings, "learners": None} for settings in (value, expected))
+            if name == "settings":
+                value, expected = (one["settings"] | {"learners": None} for one in (config, first))
             if value != expected:
                 raise ValueError(f"{folder} does not match {folders[0]}: its {name} is {value!r}, not {expected!r}")
         for method in config["methods"]:
@@ -99,7 +99,7 @@ def _joined_config(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
             "engines": {method: config["engines"][method] for method, config in by_method.items()},
             "settings": first["settings"] | {"learners": learners},
         }
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise ValueError(f"a config.json in {', '.join(map(str, folders))} is damaged ({error!r})") from error
     for name in _PLACE:
         if any(config.get(name) != first.get(name) for config in configs):

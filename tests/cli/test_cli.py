@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 import tiny
 import torch
+from made_records import made_settings
 
 from metaleader import cli, experiment
 from metaleader.methods import METHODS
@@ -93,7 +94,8 @@ def change(folder, **fields):
         ({"methods": ["../../toe"]}, ["unknown method '../../toe'"]),
         ({"seeds": "many"}, ["config.json is damaged"]),
         ({"threads": None}, ["config.json is damaged"]),
-        ({"settings": {}}, ["has changed since the run began", "start a new run"]),
+        ({"settings": made_settings(0.5)}, ["has changed since the run began", "start a new run"]),
+        ({"settings": {}}, ["config.json is damaged: it has no meta_steps"]),
     ],
 )
 def test_configurations_that_cannot_be_resumed(status, tmp_path, fields, parts):

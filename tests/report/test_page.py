@@ -11,7 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from browser import Browser, chromium
-from made_records import SHAPES, made_records, uneven, write_run
+from made_records import SHAPES, made_records, made_settings, uneven, write_run
 
 from metaleader.cli import main
 from metaleader.methods import METHODS, label
@@ -239,7 +239,7 @@ def test_what_comes_from_files_is_escaped(tmp_path):
 
 
 def test_a_stream_of_ones_own_is_shown_as_its_configuration_says(tmp_path):
-    config = {"panels": [20, 80], "settings": {"gamma": None, "steps": [5]}, "error_name": "mistakes"}
+    config = {"panels": [20, 80], "settings": made_settings(None), "error_name": "mistakes"}
     folder = write_run(tmp_path / "run", made_records(tasks=3, reveals=4), preset="mine", **config)
     headings = [text for _, text in read(write_report([folder])).headings]
     assert "accuracy after 20 datapoints" in headings
@@ -248,8 +248,7 @@ def test_a_stream_of_ones_own_is_shown_as_its_configuration_says(tmp_path):
 
 
 def test_the_threshold_shown_is_the_one_that_the_run_was_judged_by(tmp_path):
-    settings = {"gamma": 0.65, "steps": [5]}
-    folder = write_run(tmp_path / "run", made_records(tasks=3, reveals=4), settings=settings)
+    folder = write_run(tmp_path / "run", made_records(tasks=3, reveals=4), settings=made_settings(0.65))
     assert "datapoints to accuracy 0.65" in [text for _, text in read(write_report([folder])).headings]
 
 

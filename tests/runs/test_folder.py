@@ -197,11 +197,12 @@ def test_other_tables_are_refused(tmp_path):
         ('{"format": 1, "meth', "is not the configuration of a run"),
         ("[]", "is not the configuration of a run"),
         (json.dumps({"name": "my own"}), "is not the configuration of a run"),
-        (json.dumps({"format": 1, "methods": []}), "is damaged: it has no preset, seeds, schedule, "),
+        (json.dumps({"format": 1, "methods": []}), "is damaged: it has no preset"),
         (json.dumps({**CONFIG, "methods": "ftml"}), "is damaged: its methods is 'ftml'"),
         (json.dumps({**CONFIG, "methods": [1]}), r"is damaged: its methods is \[1\]"),
         (json.dumps({**CONFIG, "schedule": "slow"}), "is damaged: its schedule is 'slow'"),
         (json.dumps({**CONFIG, "settings": None}), "is damaged: its settings is None"),
+        (json.dumps({**CONFIG, "settings": {}}), "is damaged: it has no meta_steps"),
     ],
 )
 def test_a_configuration_that_cannot_be_read_is_refused_and_left_alone(tmp_path, text, message):

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import tiny
+from made_records import made_settings
 
 from metaleader import cli, experiment
 from metaleader.experiment import Experiment, join_experiments, run_experiment
@@ -103,7 +104,7 @@ def test_the_command(runs, tmp_path, monkeypatch):
         ({"schedule": "paper"}, "its schedule is 'paper', not 'standard'"),
         ({"tasks": 3}, "its tasks is 3, not 2"),
         ({"device": "cuda"}, "its device is 'cuda', not 'cpu'"),
-        ({"settings": {"meta_steps": 7, "learners": {"toe": {}}}}, "its settings is {'meta_steps': 7"),
+        ({"settings": made_settings(0.5)}, "its settings is {'meta_steps': 10"),
         ({"settings": None}, "config.json is damaged: its settings is None"),
         ({"engines": {}}, r"a config.json in .* is damaged \(KeyError\('toe'\)\)"),
         ({"methods": ["ftml"]}, "one has the method 'ftml', as a run before it does"),
