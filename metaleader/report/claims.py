@@ -16,7 +16,7 @@ import numpy as np
 
 from metaleader.methods import METHODS
 from metaleader.presets import PRESETS, Preset
-from metaleader.report.records import over_seeds, where
+from metaleader.report.records import over_seeds, record_error, step_suffixes, where
 from metaleader.runs.folder import read_config, read_records
 
 Verdict = Literal["disagrees", "undecided", "agrees"]  # of several pairs, the earliest in this order counts
@@ -163,14 +163,13 @@ class _Run:
         """The value of each task played, by measured number of adaptation steps ("" for the default)."""
         by_steps: dict[str, Values] = {}
         size = self.standard.panels[value] if isinstance(value, int) else self.preset.panels[-1]
+        suffixes = ["", *(step_suffixes(self.records) if value != "needed" else ())]
         for r in where(self.records, method=method, datapoints=size):
-            base = "loss" if r["accuracy"] is None else "accuracy"
-            columns = [name for name in r if name == base or name.removeprefix(f"{base}_").isdigit()]
-            values = {name[len(base) + 1 :]: r[name] if base == "loss" else 1 - r[name] for name in columns}
-            if value == "needed":
-                values = {"": math.inf if r["needed"] is None else r["needed"]}
-            for steps, number in values.items():
-                by_steps.setdefault(steps, {})[r["seed"], r["round"]] = number
+            for suffix in suffixes:
+                number = record_error(r, suffix)
+                if value == "needed":
+                    number = math.inf if r["needed"] is None else r["needed"]
+                by_steps.setdefault(suffix[1:], {})[r["seed"], r["round"]] = number
         return by_steps
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from metaleader.presets import PRESETS, Preset
-from metaleader.report.records import Records, of_one_protocol
+from metaleader.report.records import Records, of_one_protocol, record_error
 from metaleader.runs.folder import Config, read_config, read_records
 
 
@@ -74,11 +74,9 @@ class LoadedRun:
         return "accuracy" if self.gamma is None and self.has_accuracy else self.error_name
 
     def value(self, record: Mapping[str, Any], suffix: str = "") -> float | None:
-        """The measure of a record; the suffix selects another number of steps or other batch-norm statistics."""
-        accuracy = record.get(f"accuracy{suffix}")
-        if accuracy is None:
-            return record.get(f"loss{suffix}")
-        return accuracy if self.measure == "accuracy" else 1 - accuracy
+        """The measure of a record; the suffix is that of `record_error`."""
+        error = record_error(record, suffix)
+        return 1 - error if self.measure == "accuracy" and error is not None else error
 
 
 def load_runs(folders: Sequence[str | os.PathLike[str]]) -> list[LoadedRun]:

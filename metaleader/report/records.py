@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,9 +15,20 @@ from metaleader.methods import Style, styles
 Records = Sequence[Mapping[str, Any]]
 
 
-def record_error(record: Mapping[str, Any]) -> float:
-    """The error of a record: 1 - accuracy, or the loss for regression."""
-    return record["loss"] if record["accuracy"] is None else 1 - record["accuracy"]
+def record_error(record: Mapping[str, Any], suffix: str = "") -> Any:
+    """The error of a record: 1 - accuracy, or the loss for regression; None if it was not measured.
+
+    The suffix selects other columns: "_1" for one adaptation step, "_task" for batch-norm statistics of D_t.
+    """
+    accuracy = record.get(f"accuracy{suffix}")
+    return record.get(f"loss{suffix}") if accuracy is None else 1 - accuracy
+
+
+def step_suffixes(records: Records) -> list[str]:
+    """The suffixes of columns with other numbers of adaptation steps, ascending: "_1", "_10"."""
+    columns = records[0] if records else ()
+    numbers = [int(name[len("loss_") :]) for name in columns if re.fullmatch(r"loss_\d+", name)]
+    return [f"_{number}" for number in sorted(numbers)]
 
 
 def methods_of(records: Records) -> dict[str, Style]:

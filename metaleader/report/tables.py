@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from metaleader.methods import label
 from metaleader.report.loaded import LoadedRun
-from metaleader.report.records import estimate, finished, methods_of, third, where
+from metaleader.report.records import estimate, finished, methods_of, step_suffixes, third, where
 from metaleader.report.svg import html_table
 from metaleader.report.text import duration, with_error
 from metaleader.runs.folder import read_costs
@@ -54,8 +53,8 @@ def results_table(runs: Sequence[LoadedRun]) -> str:
 def readings_table(runs: Sequence[LoadedRun]) -> str:
     """Other numbers of steps, batch norm with the statistics of D_t, and numbers of new datapoints, if recorded."""
     columns = {name for run in runs for name in (run.records[0] if run.records else {})}
-    steps = sorted(int(match[1]) for name in columns if (match := re.fullmatch(r"loss_(\d+)", name)))
-    suffixes = {f"_{number}": f"{number} step{'s' if number > 1 else ''}" for number in steps}
+    steps = dict.fromkeys(suffix for run in runs for suffix in step_suffixes(run.records))
+    suffixes = {suffix: f"{suffix[1:]} step{'' if suffix == '_1' else 's'}" for suffix in steps}
     if "loss_task" in columns:
         suffixes["_task"] = "batch norm by D_t"
     has_new = "new_datapoints" in columns
