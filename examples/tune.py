@@ -51,7 +51,7 @@ def tune(
         options = {"meta_steps": preset.meta_steps, "device": torch_device, "engine": engine} | values
         line = {"preset": preset_name, "method": method, "seeds": seed_list, "tasks": preset.tasks, **values}
         try:
-            learners = [preset.known[method](preset.model, preset.loss, seed=s, **options) for s in seed_list]
+            learners = [preset.all_methods[method](preset.model, preset.loss, seed=s, **options) for s in seed_list]
             line["errors"] = errors(preset, learners, streams)
         except (TypeError, ValueError) as error:  # an option that the method does not have, or a loss that diverges
             line["failed"] = str(error)
@@ -100,7 +100,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, help="the folder with data sets")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     args = parser.parse_args()
-    methods = PRESETS[args.preset]("standard").known
+    methods = PRESETS[args.preset]("standard").all_methods
     if args.method not in methods:
         parser.error(f"{args.preset} has {', '.join(methods)}; got {args.method}")
     tune(args.preset, args.method, args.settings, args.seed, args.seeds, args.tasks, args.data, args.device)

@@ -63,20 +63,42 @@ def uneven(records):
     return [r | {"loss": r["loss"] * (1000 if r["seed"] == 0 and r["round"] % 2 else 1)} for r in records]
 
 
-def write_run(folder: Path, records, **config):
-    """A run folder with these records."""
-    folder.mkdir(parents=True)
-    plain = {
+def made_settings(gamma, steps=(5,)):
+    learned = {"loss": {}, "learners": {}}
+    return {"meta_steps": 10, "reveal": 20, "reveals": 45, "gamma": gamma, "steps": list(steps), **learned}
+
+
+def made_config(records=(), preset="rainbow-mnist", **config):
+    """A configuration as `metaleader run` writes it, for any preset."""
+    fixed = PRESETS[preset if preset in PRESETS else "rainbow-mnist"]("standard")
+    return {
         "format": 1,
-        "preset": "rainbow-mnist",
+        "preset": preset,
         "methods": list(dict.fromkeys(r["method"] for r in records)),
         "seeds": len({r["seed"] for r in records}),
         "schedule": "standard",
+        "tasks": fixed.tasks,
         "device": "cpu",
+        "engine": "auto",
+        "data": None,
+        "tensorboard": False,
+        "engines": {},
+        "threads": 1,
+        "settings": made_settings(fixed.gamma, fixed.steps),
+        "panels": list(fixed.panels),
+        "error_name": fixed.error_name,
+        "statistics": "batch",
+        "hardware": "abacus",
         "versions": {"metaleader": "0.1.0", "torch": "2.13.0"},
+        "commit": None,
         **config,
     }
-    (folder / "config.json").write_text(json.dumps(plain))
+
+
+def write_run(folder: Path, records, **config):
+    """A run folder with these records."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(made_config(records, **config)))
     with open(folder / "records.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
         writer.writeheader()

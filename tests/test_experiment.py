@@ -1,6 +1,5 @@
-"""Experiments: seeds side by side, what is checked, what the configuration says, what is shown."""
+"""Experiments: seeds side by side, what is checked, what the configuration says."""
 
-import io
 import json
 import sys
 import types
@@ -10,15 +9,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from rich.console import Console
 
 from metaleader import experiment
-from metaleader.evaluate import Record
-from metaleader.experiment import Experiment, First, checked, run_experiment
+from metaleader.experiment import Experiment, checked, planned_updates, run_experiment
 from metaleader.learners import FTML
-from metaleader.presets import PRESETS
-from metaleader.report import progress as display
-from metaleader.report.progress import Display, result_table
+from metaleader.presets import PRESETS, First
 from metaleader.runs.folder import read_records, read_times
 from metaleader.streams import SinusoidStream
 from metaleader.system import machine
@@ -158,12 +153,29 @@ def test_extra_methods_run_when_named_only() -> None:
     assert tuple(preset.extras) == extras
     assert checked(Experiment("rainbow-digits", schedule="quick"))[0].methods == tuple(preset.methods)
     assert checked(Experiment("rainbow-digits", extras, schedule="quick"))[0].methods == extras
-    made = {name: preset.known[name](preset.model, preset.loss, meta_steps=3) for name in preset.known}
+    made = {name: preset.all_methods[name](preset.model, preset.loss, meta_steps=3) for name in preset.all_methods}
     assert isinstance(made["ftml-first"], FTML)
     assert made["ftml-first"].first_order
     steps = {name: learner.meta_steps for name, learner in made.items() if name != "ftml-first"}
     more = {"ftl-matched": 48, "toe-matched": 48, "scratch-long": 15}
     assert steps == dict.fromkeys((*preset.methods, *plus), 3) | more
+
+
+def test_updates_without_an_inner_loop_count_a_tenth_whatever_the_name() -> None:
+    preset = tiny.tiny()
+    preset = experiment.dataclasses.replace(
+        preset, meta_steps=200, extras={"mine": preset.methods["ftml"], "ftml-like": preset.methods["toe"]}
+    )
+    expected = {"ftml": 1200, "ftml-last": 1200, "ftl": 120, "toe": 120, "scratch": 120, "mine": 1200, "ftml-like": 120}
+    assert {name: planned_updates(preset, name) for name in preset.all_methods} == expected
+
+
+def test_a_method_outside_the_table_runs_and_is_reported(tmp_path, monkeypatch, capsys) -> None:
+    preset = experiment.dataclasses.replace(tiny.tiny(), extras={"mine": tiny.tiny().methods["toe"]})
+    monkeypatch.setitem(PRESETS, "tiny", lambda schedule: preset)
+    run_experiment(Experiment("tiny", ("mine", "toe"), seeds=1, tasks=1, engine="eager"), tmp_path)
+    assert "mine: round 1/1" in capsys.readouterr().out
+    assert "<span>mine</span>" in (tmp_path / "report.html").read_text()
 
 
 def test_pose_records_position_and_angle_by_themselves() -> None:
@@ -174,7 +186,7 @@ def test_pose_records_position_and_angle_by_themselves() -> None:
 
 def test_additions_to_ftml_are_each_alone_and_then_together() -> None:
     preset = PRESETS["pose"]("standard")
-    made: Any = {name: preset.known[name](preset.model, preset.loss) for name in ("ftml", *preset.extras)}
+    made: Any = {name: preset.all_methods[name](preset.model, preset.loss) for name in ("ftml", *preset.extras)}
     last = preset.tasks * preset.reveals * preset.meta_steps - 1
     for name, learner in made.items():
         both = name == "ftml-plus"
@@ -194,50 +206,6 @@ def test_the_first_tasks_of_a_stream():
     assert len(stream) == 4
     with pytest.raises(IndexError, match="round 4 of a stream of 4 tasks"):
         stream[4]
-
-
-# What is shown.
-
-
-def reveal(t, datapoints, errors, accuracy: Any = None):
-    return [Record("online", t, "a [bold]task[/]", datapoints, error, accuracy, None) for error in errors]
-
-
-def shown(terminal):
-    text = io.StringIO()
-    console = Console(file=text, force_terminal=terminal, width=200)
-    with Display(console, "squared error", 4) as lines:
-        lines.begin("ftml", 1, "80 updates, engine eager")
-        for t in (1, 2):
-            lines.reveal(reveal(t, 10, [1.0, 2.0]), 0.5)
-            lines.reveal(reveal(t, 20, [0.25, 0.5]), 1.0)
-            lines.round_saved(100.0)
-    return text.getvalue()
-
-
-def test_plain_lines_where_there_is_no_terminal():
-    assert shown(False).splitlines() == [
-        "FTML: 80 updates, engine eager",
-        "FTML: round 2/4, a [bold]task[/], 20 datapoints, squared error 0.375, 3:20 left",
-        "FTML: round 3/4, a [bold]task[/], 20 datapoints, squared error 0.375, 1:40 left",
-    ]
-
-
-def test_bars_on_a_terminal():
-    text = shown(True)
-    assert "\x1b[" in text
-    assert "round 3/4, a [bold]task[/], 20 datapoints, squared error 0.375" in text
-    assert "left" not in text
-
-
-def test_durations():
-    assert [display._duration(seconds) for seconds in (0.4, 59.6, 3599, 3601, 90061)] == [
-        "0:00",
-        "1:00",
-        "59:59",
-        "1:00:01",
-        "25:01:01",
-    ]
 
 
 def test_tensorboard_gets_the_mean_error_of_each_size(no_figure, tmp_path, monkeypatch):
@@ -274,26 +242,3 @@ def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"install metaleader\[tensorboard\], or leave it out"):
         run_experiment(Experiment("tiny", tensorboard=True), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 7])
-def test_the_table(rounds):
-    draw = np.random.default_rng(0)
-    error = draw.random((2, rounds, 2))
-    records = [
-        {"method": "toe", "seed": s, "round": t, "datapoints": (10, 20)[i], "loss": 9.0, "accuracy": 1 - error[s, t, i]}
-        | {"needed": 10 if s == 0 else None}
-        for s in range(2)
-        for t in range(rounds)
-        for i in range(2)
-    ]
-    table = result_table(records, ["toe"], (10, 20), "error", {"toe": 61.7})
-    cells = [next(iter(column.cells)) for column in table.columns]
-    third = -(-rounds // 3)
-
-    def cell(part, i):
-        means = error[:, part, i].mean(1)
-        return f"{means.mean():.3f} ± {abs(means[0] - means[1]) / 2:.3f}"
-
-    late, early = slice(rounds - third, rounds), slice(0, third)
-    assert cells == ["TOE", cell(late, 0), cell(late, 1), cell(early, 0), "50%", "62"]

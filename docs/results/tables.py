@@ -51,8 +51,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from metaleader.methods import METHODS, label
 from metaleader.report.claims import check_claims
-from metaleader.report.curves import STYLES, Records, estimate, third
+from metaleader.report.records import Records, over_seeds, third
 from metaleader.runs.folder import read_records, read_times
 
 RESULTS = Path(__file__).resolve().parent
@@ -97,7 +100,7 @@ def parse(words: str) -> dict[str, str]:
         key, equals, value = word.partition("=")
         if equals:
             settings[key] = value
-        elif word in STYLES:
+        elif word in METHODS:
             settings["method"] = word
         elif word.isdigit():
             settings["size"] = word
@@ -149,7 +152,7 @@ def cell(words: str) -> str:
     settings = parse(words)
     method, measure = settings["method"], settings["measure"]
     if measure == "name":
-        return STYLES[method][0]
+        return label(method)
     if measure in TIMES:
         return TIMES[measure]([row for row in read_times(run_folder(settings["records"])) if row["method"] == method])
     values, sign, unit = per_seed(settings), "+" if settings["tasks"] == "change" else "", ""
@@ -166,9 +169,9 @@ def cell(words: str) -> str:
     chosen = [values[int(settings["seed"])]] if "seed" in settings else values
     if "seed" in settings or settings["show"] == "seeds":
         return ", ".join(f"{value:{sign}.{digits}f}{unit}" for value in chosen)
-    result = estimate([{"seed": seed, "value": value} for seed, value in enumerate(values)], lambda r: r["value"])
-    mean = f"{result.mean:{sign}.{digits}f}{unit}"
-    return mean if unit or settings["show"] == "mean" else f"{mean} ± {result.error:.{digits}f}"
+    mean, error = over_seeds(np.array(values))
+    text = f"{mean:{sign}.{digits}f}{unit}"
+    return text if unit or settings["show"] == "mean" else f"{text} ± {error:.{digits}f}"
 
 
 def table(specification: str, page_table: str) -> str:
@@ -197,13 +200,13 @@ def tuning(run: str) -> str:
     """The settings tried for a run, one per row; "run" marks those of the published run."""
     config = json.loads((RESULTS / run / "config.json").read_bytes())
     digits, scale = (1, 100) if config["error_name"] == "error" else (3, 1)
-    usual, methods = {"meta_lr": 1e-3, "inner_lr": 0.1, "clip": None}, list(STYLES)
+    usual, methods = {"meta_lr": 1e-3, "inner_lr": 0.1, "clip": None}, list(METHODS)
     trials = [json.loads(line) for line in (RESULTS / f"{run}-tuning.jsonl").read_text().splitlines()]
     rows = []
     for trial in sorted(trials, key=lambda t: (methods.index(t["method"]), t["seeds"], t["meta_lr"])):
         settings = {key: trial.get(key, usual[key]) for key in usual}
         adapts = trial["method"] in ("ftml", "ftl")
-        row = {"method": STYLES[trial["method"]][0], "seeds": ", ".join(map(str, trial["seeds"]))}
+        row = {"method": label(trial["method"]), "seeds": ", ".join(map(str, trial["seeds"]))}
         row["outer step"] = f"{settings['meta_lr']:.0e}".replace("e-0", "e-")
         row["inner step"] = str(settings["inner_lr"]) if adapts else ""
         row["clip"] = str(settings["clip"] or "")

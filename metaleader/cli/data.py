@@ -1,4 +1,4 @@
-"""`metaleader data`: what data sets are here, and fetching those that are not."""
+"""`metaleader data`: list the data sets, and download them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def data(
     *,
     data: Folder = None,
 ) -> int:
-    """List the data sets: where each is looked for, whether it is there and verified. Or fetch one.
+    """List the data sets with their folders and states, or fetch one.
 
-    Verified: the SHA-256 of every file is the known one. Present: there is none to compare with, or it is another.
+    Verified: the SHA-256 of every file is the expected one. Present: it differs, or none is known.
 
     Args:
-        action: list all data sets, or fetch one from its canonical source; a broken-off download is resumed.
+        action: list all data sets, or fetch one from its canonical source; an interrupted download is resumed.
         name: the data set to fetch: mnist (12 MB) or cifar100 (169 MB).
         data: the data folder; METALEADER_DATA or a folder in your cache if not given.
 
     Returns:
-        The exit status: 1 when a data set is damaged.
+        The exit status: 1 if a data set is damaged.
     """
     if action == "list":
         if name is not None:
@@ -50,24 +50,24 @@ def data(
 def _list(folder: Path | None) -> int:
     # Plain prints: rich would wrap paths.
     print(f"data sets in {data_folder(folder)}")
-    found = {name: status(name, folder) for name in DATA_SETS}
-    for name, here in found.items():
-        print(f"  {name:<10}{here.state:<10}{here.folder}: {here.detail}")
-    for name, here in found.items():
-        if here.state in ("missing", "damaged"):
+    states = {name: status(name, folder) for name in DATA_SETS}
+    for name, data_set in states.items():
+        print(f"  {name:<10}{data_set.state:<10}{data_set.folder}: {data_set.detail}")
+    for name, data_set in states.items():
+        if data_set.state in ("missing", "damaged"):
             print(f"{name}: {how_to_get(name)}; without it, use {DATA_SETS[name].offline}")
-    return int(any(here.state == "damaged" for here in found.values()))
+    return int(any(data_set.state == "damaged" for data_set in states.values()))
 
 
 def _fetch(name: str, folder: Path | None) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        shown: dict[str, TaskID] = {}
+        bars: dict[str, TaskID] = {}
 
-        def progress(file: str, here: int, total: int) -> None:
-            if file not in shown:
-                shown[file] = bar.add_task(file, total=total)
-            bar.update(shown[file], completed=here)
+        def progress(file: str, received: int, total: int) -> None:
+            if file not in bars:
+                bars[file] = bar.add_task(file, total=total)
+            bar.update(bars[file], completed=received)
 
-        where = fetch(name, folder, progress)
-    print(f"{name} is in {where}, verified")
+        path = fetch(name, folder, progress)
+    print(f"{name} is in {path}, verified")

@@ -1,17 +1,17 @@
-"""`metaleader theory`: run the paper's theory, check it, and draw it."""
+"""`metaleader theory`: check the paper's theory numerically, and draw it."""
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+from metaleader.runs.folder import csv_lines
 from metaleader.system.files import write_atomic
 from metaleader.theory import figures
 from metaleader.theory.checks import (
@@ -33,15 +33,15 @@ def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 
     """Check the closed forms of appendix A, Theorem 1 and corollary 2, and draw them.
 
     Args:
-        out: The folder for regret.csv and the figures; made if it is not there.
-        rounds: T, the number of rounds that are played, at least 32; checks of growth are made for 1,000 and more, and
-            may fail below.
-        seeds: How many streams of each family are played.
-        alpha_factor: The inner step size as a multiple of Theorem 1's bound. Above 1 nothing is promised, and checks
-            may fail.
+        out: The folder for regret.csv and the figures; created if missing.
+        rounds: T, the number of rounds, at least 32; checks of growth are designed for 1,000 or more, and may fail
+            with fewer.
+        seeds: Number of streams of each family.
+        alpha_factor: The inner step size as a multiple of the bound of Theorem 1. Above 1 the theorem does not apply,
+            and checks may fail.
 
     Returns:
-        0, or 1 if a check fails.
+        The exit status: 1 if a check fails.
     """
     if rounds < 32 or seeds < 1:
         raise ValueError(f"rounds (T) must be at least 32 and seeds at least 1, got {rounds} and {seeds}")
@@ -60,7 +60,7 @@ def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 
     for message in sorted({str(warning.message) for warning in caught}):
         console.print(f"warning: {message}", style="yellow", soft_wrap=True)
     written = [out / "regret.csv"]
-    write_atomic(written[0], _csv(simulations).encode())
+    write_atomic(written[0], _csv(simulations))
     *_, logistic_constants = logistic_example()
     for name, figure in (
         ("regret", figures.regret_figure(simulations)),
@@ -86,18 +86,16 @@ def _play(family: str, rounds: int, seeds: int, alpha_factor: float) -> Simulati
     return simulate(pairs, alpha_factor * quadratic_constants(both, radius=1.0).alpha)
 
 
-def _csv(simulations: Mapping[str, Simulation]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+def _csv(simulations: Mapping[str, Simulation]) -> bytes:
     names = list(next(iter(simulations.values())).regret)
-    writer.writerow(["family", "seed", "T", *names, "bound", "gradient bound"])
+    lines: list[list[Any]] = [["family", "seed", "T", *names, "bound", "gradient bound"]]
     for family, played in simulations.items():
         bound = played.bound.tolist()
         for seed in range(played.telescoped.shape[0]):
             curves = [played.regret[name][seed].tolist() for name in names]
             for t, row in enumerate(zip(*curves, bound, played.gradient_bound[seed].tolist(), strict=True), 1):
-                writer.writerow([family, seed, t, *(f"{value:.8g}" for value in row)])
-    return text.getvalue()
+                lines.append([family, seed, t, *(f"{value:.8g}" for value in row)])
+    return csv_lines(lines)
 
 
 def _constants_table(constants: Mapping[str, Constants]) -> Table:
@@ -119,11 +117,8 @@ def _regret_table(simulations: Mapping[str, Simulation]) -> Table:
 
 
 def _check_table(sections: Sequence[Sequence[Check]]) -> Table:
-    table = Table(title="checks")
-    for header in ("source", "claim"):
-        table.add_column(header)
-    for header in ("measured", "required", ""):
-        table.add_column(header, no_wrap=True, justify="right")
+    right = (Column(header, no_wrap=True, justify="right") for header in ("measured", "required", ""))
+    table = Table("source", "claim", *right, title="checks")
     for section in sections:
         for check in section:
             verdict = "[green]pass[/]" if check.passed else "[bold red]FAIL[/]"
@@ -133,8 +128,4 @@ def _check_table(sections: Sequence[Sequence[Check]]) -> Table:
 
 
 def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title)
-    table.add_column(first)
-    for header in others:
-        table.add_column(header, justify="right")
-    return table
+    return Table(first, *(Column(header, justify="right") for header in others), title=title)

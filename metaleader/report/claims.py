@@ -1,30 +1,31 @@
-"""The checks: does a run show what the paper claims for its stream, by margins fixed before any run?
+"""The claims of the paper for each stream, tested on a run by margins fixed before any run.
 
-Methods share seeds and streams, so a claim is judged by paired differences: one number a seed, and its 90 % t interval
-over seeds (5 % error to either side). docs/verify.md gives the reason of each margin.
+Methods share seeds and streams, so a claim is tested by paired differences: one number per seed, and its 90 % t
+interval over seeds (5 % error on either side). docs/verify.md gives the reason for each margin.
 """
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from metaleader.presets import PRESETS, Preset, Schedule
-from metaleader.runs.folder import read_records
+from metaleader.methods import METHODS
+from metaleader.presets import PRESETS, Preset
+from metaleader.report.records import over_seeds, record_error, step_suffixes, where
+from metaleader.runs.folder import read_config, read_records
 
-Verdict = Literal["disagrees", "undecided", "agrees"]  # in this order, the first wins
+Verdict = Literal["disagrees", "undecided", "agrees"]  # of several pairs, the earliest in this order counts
 Values = dict[tuple[int, int], float]  # by seed and round
 
-# The 95 % quantile of Student's t with 1, 2, ... 29 degrees of freedom; the last serves for more, a little too wide.
+# The 95 % quantile of Student's t with 1, 2, ... 29 degrees of freedom; the last is used for more, slightly too wide.
 T_QUANTILES = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 T_QUANTILES += (1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699)
 
-NAMES = {"ftml": "FTML", "ftml-last": "last-layer FTML", "ftl": "FTL", "toe": "TOE", "scratch": "from scratch"}
 FTML, FTL, TOE, SCRATCH, LAST = ("ftml",), ("ftl",), ("toe",), ("scratch",), ("ftml-last",)
 OTHERS = FTL + TOE + SCRATCH
 FEW, MORE, MANY = 0, 1, -1  # the paper's panels
@@ -32,14 +33,15 @@ FEW, MORE, MANY = 0, 1, -1  # the paper's panels
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper, judged.
+    """A tested claim of the paper.
 
     Attributes:
-        text: the claim as a sentence, then the numbers that it was judged by, or why it could not be.
+        text: the claim as a sentence, followed by the numbers behind the verdict, or the reason why there is none.
         effect: the mean over seeds, positive in the claimed direction; None without records.
         uncertainty: the 90 % interval of the effect over paired seeds; None with a single seed.
-        margin: what the effect has to exceed; for a claim of likeness, what it may differ from 0 to either side.
-        verdict: "agrees" if the whole interval is where the claim says, "disagrees" if none of it is.
+        margin: the value that the effect must exceed; if two-sided, the largest difference from 0 on either side.
+        two_sided: whether the claim is that two methods are about equal.
+        verdict: "agrees" if the whole interval is inside the margin, "disagrees" if none of it is.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Claim:
     verdict: Verdict
 
     def cells(self) -> tuple[str, str, str]:
-        """Effect, interval and margin as text, for tables."""
+        """The effect, interval and margin as text, for tables."""
         effect = "" if self.effect is None else f"{self.effect:.3g} {self.unit}"
         interval = "" if self.uncertainty is None else "{:.3g} to {:.3g}".format(*self.uncertainty)
         return effect, interval, f"within ±{self.margin:.3g}" if self.two_sided else f"> {self.margin:.3g}"
@@ -60,16 +62,17 @@ class Claim:
 
 @dataclass(frozen=True)
 class Statement:
-    """A claim before it is judged: every one of `better` is better than every one of `worse`.
+    """A claim to test: every method of `better` is better than every method of `worse`.
 
-    Without `worse`, a method's last third of tasks is compared with its own first third; otherwise the last thirds are
-    compared. An error is compared with the rival's at every number of adaptation steps measured: its best counts.
+    If `worse` is empty, the last third of the tasks is compared with the first third of the same method; otherwise the
+    last thirds are compared. The worse method counts with its best number of adaptation steps.
 
     Attributes:
-        value: which panel's error, or "needed": the datapoints to proficiency.
+        text: the claim as a sentence; "{}" stands for the number of datapoints.
+        value: the panel of the error, or "needed": the datapoints to proficiency.
         margin: for a difference, in units of the error that the threshold of proficiency allows, or of a reveal.
-        statistic: "difference" or "ratio" of means; "behind": the share of all tasks on which the worse is behind by
-            more than the margin of likeness; "first": the share of all tasks that were solved at the first reveal.
+        statistic: "difference" or "ratio" of means; "behind": the fraction of all tasks on which the worse method is
+            behind by more than `LIKENESS`; "first": the fraction of all tasks that were solved at the first reveal.
     """
 
     name: str
@@ -117,56 +120,61 @@ SINUSOID = (
     Statement("ftl", "FTML's error after {} is at most a third of FTL's", FTML, FTL, FEW, 3, "ratio"),
     Statement("faster", "FTML's error after {} is at most half of its own on early tasks", FTML, (), FEW, 2, "ratio"),
 )
-STATEMENTS = {"rainbow-digits": RAINBOW, "rainbow-mnist": RAINBOW, "cifar100": CIFAR100, "pose": POSE}
-STATEMENTS |= {"sinusoid": SINUSOID}
+STATEMENTS = {
+    "rainbow-digits": RAINBOW,
+    "rainbow-mnist": RAINBOW,
+    "cifar100": CIFAR100,
+    "pose": POSE,
+    "sinusoid": SINUSOID,
+}
 
 
 def check_claims(folder: str | Path) -> list[Claim]:
-    """Judge the claims for a run's stream; OSError if the folder holds no run, ValueError if its preset is unknown."""
-    config = _read_config(Path(folder))
-    preset = PRESETS[config["preset"]](config["schedule"])
-    records = [record for record in read_records(folder) if record["protocol"] == "online"]
-    run = _Run(records, preset, PRESETS[config["preset"]]("standard"), config["seeds"])
-    return [_judge(statement, run) for statement in STATEMENTS[config["preset"]]]
+    """Test the claims for the stream of a run.
+
+    Raises:
+        ValueError: if there are no claims for its preset, or a file is not that of a run.
+        OSError: if the folder holds no run.
+    """
+    config = read_config(folder)
+    name = config["preset"]
+    if name not in STATEMENTS:
+        raise ValueError(f"{folder}: no claims are known for the preset {name!r}; there are {', '.join(STATEMENTS)}")
+    preset, standard = (PRESETS[name](schedule) for schedule in (config["schedule"], "standard"))
+    run = _Run(where(read_records(folder), protocol="online"), preset, standard, config["seeds"])
+    return [_judge(statement, run) for statement in STATEMENTS[name]]
 
 
 @dataclass(frozen=True)
 class _Run:
-    records: list[dict[str, Any]]
+    records: list[Mapping[str, Any]]
+    # A run of fewer tasks than the preset has is not finished.
     preset: Preset
-    # The sizes and margins are those of the standard schedule: a quick run may lack the sizes of the paper.
+    # Sizes and margins are those of the standard schedule: a quick run may lack the sizes of the paper.
     standard: Preset
     seeds: int
 
-    @property
-    def tasks(self) -> int:
-        """All of the preset's: a run of the first few is not finished."""
-        return self.preset.tasks
-
     def allowed(self) -> float:
-        """The error that the threshold of proficiency allows; 0.1, as on Rainbow MNIST, where there is none."""
+        """The error that the threshold of proficiency allows; without a threshold 0.1, as on Rainbow MNIST."""
         gamma = 0.9 if self.standard.gamma is None else self.standard.gamma
         return 1 - gamma if self.standard.error_name == "error" else gamma
 
     def values(self, method: str, value: int | str) -> dict[str, Values]:
-        """The value of each task played, for each number of adaptation steps measured ("" for the record's own)."""
-        found: dict[str, Values] = {}
+        """The value of each task played, by measured number of adaptation steps ("" for the default)."""
+        by_steps: dict[str, Values] = {}
         size = self.standard.panels[value] if isinstance(value, int) else self.preset.panels[-1]
-        for r in self.records:
-            if r["method"] != method or r["datapoints"] != size:
-                continue
-            base = "loss" if r["accuracy"] is None else "accuracy"
-            columns = [name for name in r if name == base or name.removeprefix(f"{base}_").isdigit()]
-            values = {name[len(base) + 1 :]: r[name] if base == "loss" else 1 - r[name] for name in columns}
-            if value == "needed":
-                values = {"": math.inf if r["needed"] is None else r["needed"]}
-            for steps, one in values.items():
-                found.setdefault(steps, {})[r["seed"], r["round"]] = one
-        return found
+        suffixes = ["", *(step_suffixes(self.records) if value != "needed" else ())]
+        for r in where(self.records, method=method, datapoints=size):
+            for suffix in suffixes:
+                number = record_error(r, suffix)
+                if value == "needed":
+                    number = math.inf if r["needed"] is None else r["needed"]
+                by_steps.setdefault(suffix[1:], {})[r["seed"], r["round"]] = number
+        return by_steps
 
 
 def _judge(statement: Statement, run: _Run) -> Claim:
-    """Judge every pair: all must agree, one that disagrees is enough, and the hardest pair gives the numbers."""
+    """Test every pair of methods; the result is that of the pair that supports the claim least."""
     after = "" if statement.value == "needed" else f"{run.standard.panels[statement.value]} datapoints"
     margin, unit = statement.margin, {"difference": "error", "ratio": "times"}.get(statement.statistic, "of tasks")
     if statement.statistic == "difference":
@@ -174,50 +182,52 @@ def _judge(statement: Statement, run: _Run) -> Claim:
     text = statement.text.format(after)
     blank = Claim(statement.name, text, None, None, margin, statement.two_sided, unit, "undecided")
     values = {method: run.values(method, statement.value) for method in statement.better + statement.worse}
-    missing = [NAMES[method] for method, found in values.items() if not found]
+    names = {method: METHODS[method].style.phrase for method in values}
+    missing = [names[method] for method, by_steps in values.items() if not by_steps]
     if missing:
         return replace(blank, text=f"{text}: no records of {', '.join(missing)}{after and f' after {after}'}")
     pairs = []
     for better in statement.better:
-        own = values[better][""]
+        default = values[better][""]
         if not statement.worse:
-            pairs.append(_judge_pair(statement, run, blank, ("late", "early"), own, own))
+            pairs.append(_judge_pair(statement, run, blank, ("late", "early"), default, default))
         for worse in statement.worse:
             for steps, rival in values[worse].items():
-                names = NAMES[better], NAMES[worse] + (steps and f" with {steps} step{'' if steps == '1' else 's'}")
-                pairs.append(_judge_pair(statement, run, blank, names, own, rival))
+                pair = names[better], names[worse] + (steps and f" with {steps} step{'' if steps == '1' else 's'}")
+                pairs.append(_judge_pair(statement, run, blank, pair, default, rival))
     return min(pairs, key=lambda pair: (get_args(Verdict).index(pair[0].verdict), pair[1]))[0]
 
 
 def _judge_pair(
     statement: Statement, run: _Run, blank: Claim, names: tuple[str, str], better: Values, worse: Values
 ) -> tuple[Claim, float]:
-    """The claim, and how far inside its margin the interval is, or with one seed the effect."""
+    """The claim, and the distance of its interval, or with one seed its effect, from the margin."""
     both = better.keys() & worse.keys()
     seeds = sorted({seed for seed, _ in both})
-    rounds = [t for t in range(run.tasks) if seeds and all((seed, t) in both for seed in seeds)]
+    rounds = [t for t in range(run.preset.tasks) if seeds and all((seed, t) in both for seed in seeds)]
     if not rounds:
-        return replace(blank, text=f"{blank.text}: no task was played by all yet"), 0.0
+        return replace(blank, text=f"{blank.text}: no task was played by all methods yet"), 0.0
     a, b = (np.array([[side[seed, t] for t in rounds] for seed in seeds]) for side in (better, worse))
     if statement.statistic in ("difference", "ratio"):
         third = -(-len(rounds) // 3)  # rounded up, as in tables and figures
         a, b = a[:, -third:], b[:, -third:] if statement.worse else a[:, :third]
     effects, numbers, solved = _effects(statement, run, names, a, b)
-    text = f"{blank.text}: {numbers}; {len(rounds)} of {run.tasks} tasks, {len(seeds)} of {run.seeds} seeds"
+    text = f"{blank.text}: {numbers}; {len(rounds)} of {run.preset.tasks} tasks, {len(seeds)} of {run.seeds} seeds"
     if not np.isfinite(effects).all():
         return replace(blank, text=f"{text}; a value is zero or not finite"), 0.0
     to_unit = math.exp if statement.statistic == "ratio" else float
-    effect = to_unit(effects.mean())
+    mean, error = over_seeds(effects)
+    effect = to_unit(mean)
     claim = replace(blank, text=text, effect=effect)
     least, most = (-claim.margin, claim.margin) if claim.two_sided else (claim.margin, math.inf)
     if len(seeds) == 1:
         return replace(claim, text=f"{text}; one seed gives no uncertainty"), min(effect - least, most - effect)
-    half = T_QUANTILES[min(len(seeds), 30) - 2] * effects.std(ddof=1) / math.sqrt(len(seeds))
-    low, high = to_unit(effects.mean() - half), to_unit(effects.mean() + half)
+    half = T_QUANTILES[min(len(seeds), 30) - 2] * error
+    low, high = to_unit(mean - half), to_unit(mean + half)
     claim = replace(claim, uncertainty=(low, high))
     inside = min(low - least, most - high)
     verdict = "agrees" if inside > 0 else "disagrees" if high < least or low > most else "undecided"
-    if len(rounds) < run.tasks or len(seeds) < run.seeds:
+    if len(rounds) < run.preset.tasks or len(seeds) < run.seeds:
         return replace(claim, text=f"{text}; not finished"), inside
     if claim.unit == "datapoints" and verdict != "undecided" and solved[verdict == "disagrees"] < 0.5:
         return replace(claim, text=f"{text}; too few solved to tell"), inside
@@ -227,13 +237,13 @@ def _judge_pair(
 def _effects(
     statement: Statement, run: _Run, names: tuple[str, str], a: np.ndarray, b: np.ndarray
 ) -> tuple[np.ndarray, str, tuple[float, float]]:
-    """One effect a seed from the values of seeds x tasks; the means in words; the shares of tasks solved."""
+    """The effect of each seed from values (seeds, tasks), the means as text, and the fractions of tasks solved."""
     solved = float(np.isfinite(a).mean()), float(np.isfinite(b).mean())
     if statement.statistic == "first":
         return (a <= run.preset.reveal).mean(1), f"{solved[0]:.0%} in the end", solved
     shares = ["", ""]
     if statement.value == "needed":
-        # Censored: a task that was never solved counts with all its data.
+        # A task that was never solved counts with all its data.
         a, b = (np.minimum(side, run.preset.panels[-1]) for side in (a, b))
         shares = [f" ({share:.0%} solved)" for share in solved]
     numbers = f"{names[0]} {a.mean():.3g}{shares[0]}, {names[1]} {b.mean():.3g}{shares[1]}"
@@ -245,19 +255,3 @@ def _effects(
         else:
             effects = b.mean(1) - a.mean(1)
     return effects, numbers, solved
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"no run in {folder}: {path} is missing; name a folder that `metaleader run` wrote")
-    try:
-        config = json.loads(path.read_text())
-        preset, schedule, seeds = config["preset"], config["schedule"], config["seeds"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the configuration of a run: {error!r}") from error
-    if preset not in list(STATEMENTS):
-        raise ValueError(f"{path}: no claims are known for the preset {preset!r}; there are {', '.join(STATEMENTS)}")
-    if schedule not in get_args(Schedule) or not isinstance(seeds, int):
-        raise ValueError(f"{path}: schedule {schedule!r} and seeds {seeds!r} are not those of a run")
-    return config

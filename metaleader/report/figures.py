@@ -1,9 +1,10 @@
-"""The gallery: the paper's figures, drawn from records for print."""
+"""The paper's figures, drawn from records for print."""
 
 from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from metaleader.report.curves import (
-    Curve,
-    Panel,
-    Records,
-    band,
-    cumulative_panels,
-    learning_panel,
-    marked,
-    stream_panels,
-    style,
-)
+from metaleader.methods import Style
+from metaleader.report.curves import Curve, Panel, band, marked, run_panels
+from metaleader.report.records import Records
 from metaleader.system.files import write_drawn
 
-# The same records give the same bytes: no random ids in the SVG (a salt), no dates (see _save).
+# The salt replaces random ids in SVG files, so that the same records give the same bytes.
 _LOOK: Any = {"svg.hashsalt": "metaleader", "font.size": 10, "axes.labelsize": 10, "axes.linewidth": 0.8}
 
 
@@ -41,33 +34,27 @@ def draw_figures(
     error_name: str = "error",
     gamma: float | None = None,
 ) -> list[Path]:
-    """Draw a run's figures, each as PNG and SVG: the stream's panels, learning within a task, the cumulative loss.
+    """Draw the figures of a run, each as PNG and SVG: the panels of the paper, learning within a task, cumulative loss.
 
     Args:
-        records: as `read_records` gives them.
-        sizes: the sizes of D_t that the panels look at, as `Preset.panels`.
+        records: from `read_records`.
+        sizes: the sizes of D_t shown, such as `Preset.panels`.
         folder: where to write `figure`, `learning` and `cumulative`.
-        error_name: what the error is called.
-        gamma: the threshold of proficiency; without one the panels show accuracies.
+        error_name: the name of the error.
+        gamma: the threshold of proficiency; None shows accuracies.
 
     Returns:
         The files, `figure.png` first.
     """
-    paths = []
-    for name, panels in (
-        ("figure", stream_panels(records, sizes, gamma, error_name)),
-        ("learning", [learning_panel(records, error_name)]),
-        ("cumulative", cumulative_panels(records)),
-    ):
-        paths += draw_panels(panels, Path(folder) / name)
-    return paths
+    figures = run_panels(records, sizes, gamma, error_name)
+    return [path for name, panels in figures.items() for path in draw_panels(panels, Path(folder) / name)]
 
 
 def draw_panels(panels: Sequence[Panel], path: Path) -> list[Path]:
-    """Draw panels side by side; `path` has no suffix. Returns the PNG and the SVG."""
+    """Draw panels in a row; `path` has no suffix. Returns the PNG and the SVG."""
     with matplotlib.rc_context(_LOOK):
-        alone = len(panels) < 2
-        figure = Figure(figsize=(5.6, 4.4) if alone else (1.0 + 3.7 * len(panels), 3.9), layout="constrained")
+        single = len(panels) < 2
+        figure = Figure(figsize=(5.6, 4.4) if single else (1.0 + 3.7 * len(panels), 3.9), layout="constrained")
         figure.set_layout_engine("constrained", w_pad=0.08, wspace=0.03)
         FigureCanvasAgg(figure)
         for axes, panel in zip(figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels, strict=False):
@@ -75,11 +62,12 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> list[Path]:
         curves = {curve.method: curve for panel in panels for curve in panel.curves}
         if curves:
             handles: list[Any] = [
-                Line2D([], [], label=style(name)[0], **_line(name), markersize=5.5) for name in curves
+                Line2D([], [], label=curve.style.label, **_line(curve.style), markersize=5.5)
+                for curve in curves.values()
             ]
             if any(np.isfinite(curve.error).any() for curve in curves.values()):
                 handles.append(Patch(color="#999999", alpha=0.4, linewidth=0, label="standard error over seeds"))
-            _draw_legend(figure, handles, 2 if alone else len(handles))
+            _draw_legend(figure, handles, 2 if single else len(handles))
         paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
         write_drawn(paths[0], lambda file: figure.savefig(file, format="png", dpi=160, metadata={"Software": None}))
         write_drawn(paths[1], lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
@@ -87,7 +75,7 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> list[Path]:
 
 
 def _draw_legend(figure: Figure, handles: list[Any], columns: int) -> None:
-    """Above the panels, in as few rows as fit into the width."""
+    """Draw the legend above the panels, in as few rows as fit the width."""
     for rows in range(math.ceil(len(handles) / columns), len(handles) + 1):
         columns = math.ceil(len(handles) / rows)
         legend = figure.legend(
@@ -123,7 +111,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 
 
 def _draw_curve(axes: Axes, curve: Curve, order: int, panel: Panel) -> None:
-    line = _line(curve.method)
+    line = _line(curve.style)
     marks = marked(curve, order, panel.x_log)
     axes.plot(curve.x, curve.mean, **{**line, "marker": ""}, zorder=2 + order / 10)
     for hollow in (False, True):
@@ -140,34 +128,25 @@ def _draw_curve(axes: Axes, curve: Curve, order: int, panel: Panel) -> None:
 
 
 def _show_censoring(axes: Axes, panel: Panel) -> None:
-    """The level at which unsolved tasks are counted, and the fraction solved beside each mean."""
+    """Draw the level at which unsolved tasks are counted, and write the fraction of tasks solved."""
     assert panel.limit is not None
     axes.axhline(panel.limit, color="#555555", linewidth=0.8, linestyle=(0, (1, 2)))
     axes.set_ylim(0, panel.limit * 1.42)
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick < 0.94 * panel.limit] + [panel.limit])
-    solved = "   ".join(f"{style(c.method)[0]} {c.solved:.0%}" for c in panel.curves)
-    lines = _wrapped(f"solved: {solved}", 44)
+    solved = "   ".join(f"{curve.style.label} {curve.solved:.0%}".replace(" ", "\xa0") for curve in panel.curves)
+    lines = [line.replace("\xa0", " ") for line in textwrap.wrap(f"solved:\xa0{solved}", 47)]
     if any(curve.censored.any() for curve in panel.curves):
         lines.append(f"unsolved tasks count as {panel.limit} (hollow markers)")
     axes.text(0.02, 0.995, "\n".join(lines), transform=axes.transAxes, va="top", fontsize=7.5, color="#333333")
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    lines = [""]
-    for part in text.split("   "):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("")
-        lines[-1] += ("   " if lines[-1] else "") + part
-    return lines
-
-
-def _line(method: str) -> dict:
-    _, colour, marker, dashes = style(method)
-    return {"color": colour, "marker": marker, "linestyle": (0, dashes) if dashes else "-", "linewidth": 1.5}
+def _line(style: Style) -> dict[str, Any]:
+    linestyle = (0, style.dashes) if style.dashes else "-"
+    return {"color": style.colour, "marker": style.marker, "linestyle": linestyle, "linewidth": 1.5}
 
 
 def _plain_ticks(axis) -> None:
-    """Ticks at 1, 2 and 5 of each decade, in plain numbers."""
+    """Put ticks at 1, 2 and 5 of each decade, without exponents."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

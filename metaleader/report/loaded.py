@@ -1,114 +1,96 @@
-"""A run as the report shows it: its records, its configuration and what its preset says about both."""
+"""A run as reports show it: its configuration, its records and the preset it was made with."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from metaleader.presets import PRESETS, Preset, Schedule
-from metaleader.report.curves import Records, of_one_protocol
-from metaleader.runs.folder import read_records
+from metaleader.presets import PRESETS, Preset
+from metaleader.report.records import Records, of_one_protocol, record_error
+from metaleader.runs.folder import Config, read_config, read_records
 
 
 @dataclass(frozen=True)
-class Exhibit:
-    """A run, with what its preset fixes, or what the records say where the preset is not one of ours.
+class LoadedRun:
+    """A run read from its folder.
 
     Attributes:
-        name: the folder's, as short as it can be told apart.
-        folder: of the run.
-        config: as in `config.json`.
-        records: all of them.
-        preset: None where it is unknown.
-        sizes: the sizes of D_t to look at.
-        gamma: the threshold of proficiency.
-        error_name: what the error is called.
+        name: the name of the folder, or its path if another run has the same name.
+        folder: the run folder.
+        config: the content of `config.json`.
+        records: all records.
     """
 
     name: str
     folder: Path
-    config: dict[str, Any]
+    config: Config
     records: Records
-    preset: Preset | None
-    sizes: tuple[int, ...]
-    gamma: float | None
-    error_name: str
+
+    @cached_property
+    def preset(self) -> Preset | None:
+        """The preset of the run; None if it is not in `PRESETS`."""
+        make = PRESETS.get(self.config["preset"])
+        return None if make is None else make(self.config["schedule"])
+
+    # The next four are those of the configuration: the preset may have changed since the run.
 
     @property
-    def stream(self) -> str:
-        """The name of the preset."""
-        return str(self.config.get("preset", "unknown preset"))
+    def sizes(self) -> list[int]:
+        """The sizes of D_t to show, ascending."""
+        return self.config["panels"]
+
+    @property
+    def gamma(self) -> float | None:
+        """The threshold of proficiency."""
+        return self.config["settings"]["gamma"]
+
+    @property
+    def error_name(self) -> str:
+        """The name of the error."""
+        return self.config["error_name"]
+
+    @property
+    def steps(self) -> int:
+        """The number of adaptation steps behind the columns `loss` and `accuracy`."""
+        return self.config["settings"]["steps"][0]
 
     @property
     def measured(self) -> Records:
-        """The records that the tables are made of."""
+        """The records that tables are made of."""
         return of_one_protocol(self.records)
 
     @property
     def has_accuracy(self) -> bool:
-        """Whether this is classification."""
+        """Whether the tasks are classification."""
         return any(r["accuracy"] is not None for r in self.records)
 
     @property
     def measure(self) -> str:
-        """What `value` gives: an error, or the accuracy where the paper has no threshold."""
+        """The name of `value`: the error, or the accuracy if the paper has no threshold."""
         return "accuracy" if self.gamma is None and self.has_accuracy else self.error_name
 
     def value(self, record: Mapping[str, Any], suffix: str = "") -> float | None:
-        """The measure of a record; the suffix chooses another number of steps, or other batch-norm statistics."""
-        accuracy = record.get(f"accuracy{suffix}")
-        if accuracy is None:
-            return record.get(f"loss{suffix}")
-        return accuracy if self.measure == "accuracy" else 1 - accuracy
+        """The measure of a record; the suffix is that of `record_error`."""
+        error = record_error(record, suffix)
+        return 1 - error if self.measure == "accuracy" and error is not None else error
 
 
-def read_exhibits(folders: Sequence[str | os.PathLike[str]]) -> list[Exhibit]:
+def load_runs(folders: Sequence[str | os.PathLike[str]]) -> list[LoadedRun]:
     """Read run folders.
 
     Raises:
-        ValueError: for no folder, or files that are not those of a run.
-        OSError: when a file cannot be read.
+        ValueError: without a folder, or if a file is not that of a run.
+        OSError: if a file cannot be read.
     """
     if not folders:
         raise ValueError("name at least one run folder")
     paths = [Path(folder) for folder in folders]
     names = [path.resolve().name for path in paths]
-    return [_read(path, name if names.count(name) == 1 else str(path)) for path, name in zip(paths, names, strict=True)]
-
-
-def _read(folder: Path, name: str) -> Exhibit:
-    records = read_records(folder)
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} does not hold the configuration of a run")
-    preset, schedule = str(config.get("preset")), config.get("schedule", "standard")
-    if preset in PRESETS and schedule in get_args(Schedule):
-        made = PRESETS[preset](schedule)
-        gamma = _gamma(config, made.gamma)
-        return Exhibit(name, folder, config, records, made, made.panels, gamma, made.error_name)
-    sizes = sorted({r["datapoints"] for r in records})
-    return Exhibit(
-        name,
-        folder,
-        config,
-        records,
-        preset=None,
-        sizes=tuple(dict.fromkeys(sizes[:1] + sizes[-1:])),
-        gamma=_gamma(config, None),
-        error_name="error" if any(r["accuracy"] is not None for r in records) else "loss",
-    )
-
-
-def _gamma(config: Mapping[str, Any], otherwise: float | None) -> float | None:
-    """The threshold that the run was judged by: the preset's own may have changed since."""
-    settings = config.get("settings")
-    gamma = settings.get("gamma", otherwise) if isinstance(settings, dict) else otherwise
-    return gamma if isinstance(gamma, int | float) else None
+    return [
+        LoadedRun(name if names.count(name) == 1 else str(path), path, read_config(path), read_records(path))
+        for path, name in zip(paths, names, strict=True)
+    ]

@@ -1,4 +1,4 @@
-// The values of a chart under the pointer, or at the place that the arrow keys have reached.
+// Show the values of a chart under the pointer, or at the position chosen with the arrow keys.
 "use strict";
 for (const plot of document.querySelectorAll(".plot")) {
   const values = JSON.parse(plot.dataset.values);
@@ -29,7 +29,7 @@ for (const plot of document.querySelectorAll(".plot")) {
       row.append(`${series.name} ${series.text[at]}`);
     }
     tip.hidden = false;
-    // On the side with more room, and never past the border of the plot.
+    // On the side with more space, and inside the plot.
     const place = x / box.width * plot.clientWidth, room = plot.clientWidth - tip.offsetWidth;
     const left = x < box.width / 2 ? place + 12 : place - 12 - tip.offsetWidth;
     tip.style.left = `${Math.max(0, Math.min(room, left))}px`;
@@ -42,7 +42,7 @@ for (const plot of document.querySelectorAll(".plot")) {
   };
   svg.addEventListener("pointermove", point);
   svg.addEventListener("pointerdown", point);
-  // A finger that is lifted leaves the values to be read; the next touch elsewhere takes them away.
+  // After a touch ends, the values stay visible until the next touch elsewhere.
   svg.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") hide(); });
   document.addEventListener("pointerdown", (event) => { if (!svg.contains(event.target)) hide(); });
   svg.addEventListener("focus", () => { if (at < 0 && svg.matches(":focus-visible")) show(values.x.length - 1); });

@@ -1,28 +1,28 @@
-"""What a run shows: a live display or plain lines while it runs, TensorBoard's files, and the table at its end."""
+"""The output of a run: progress bars or lines, event files for TensorBoard, and the table at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from metaleader.evaluate import Record
-from metaleader.report.curves import STYLES, record_error, third
+from metaleader.methods import label
+from metaleader.report.loaded import LoadedRun
+from metaleader.report.records import estimate, over_seeds, record_error, third, where
+from metaleader.report.text import duration, with_error
+from metaleader.runs.folder import read_costs
 
 
 class Display:
-    """Shows how far each method is: bars on a terminal, otherwise one line a round.
+    """Shows the progress of each method: bars on a terminal, otherwise one line per round.
 
-    Args:
-        console: where to.
-        error_name: what the error is called.
-        rounds: how many each method plays.
-        tensorboard: the folder for TensorBoard's event files; None writes none.
+    Each method has `rounds` rounds. Event files of TensorBoard go into the folder `tensorboard`, if given.
     """
 
     def __init__(self, console: Console, error_name: str, rounds: int, tensorboard: Path | None = None) -> None:
@@ -45,30 +45,32 @@ class Display:
         self._close_writer()
 
     def begin(self, method: str, played: int, line: str) -> None:
-        """Begin a method that has played some rounds already, with a line about it."""
-        self._label, self._played, self._seconds = STYLES[method][0], played, []
+        """Begin a method that has already played some rounds; prints the line after its label."""
+        self._label, self._played, self._seconds = label(method), played, []
         self._console.print(f"{self._label}: {line}", highlight=False, markup=False, soft_wrap=True)
         self._bar = self._bars.add_task(self._label, total=self._rounds, completed=played, note="")
         self._close_writer()
         if self._tensorboard is not None:
             self._writer = summary_writer()(str(self._tensorboard / method), purge_step=played)
 
-    def reveal(self, records: Sequence[Record], part: float) -> None:
-        """Show the records of a reveal, one for each seed, with which a part of the round is over."""
-        self._note = _note(records, self._rounds, self._error_name)
-        self._bars.update(self._bar, completed=records[0].round + min(part, 1.0), note=self._note)
+    def reveal(self, records: Sequence[Record], fraction: float) -> None:
+        """Show the records of a reveal, one per seed, after which this fraction of the round is done."""
+        first, name = records[0], self._error_name
+        error = float(over_seeds(np.array([record_error(vars(record)) for record in records]))[0])
+        progress = f"round {first.round + 1}/{self._rounds}, {first.task}, {first.datapoints} datapoints"
+        self._note = f"{progress}, {name} {error:.3g}"
+        self._bars.update(self._bar, completed=first.round + min(fraction, 1.0), note=self._note)
         if self._writer is not None:
-            tag = f"{self._error_name} after {records[0].datapoints} datapoints"
-            self._writer.add_scalar(tag, _error(records), records[0].round)
+            self._writer.add_scalar(f"{name} after {first.datapoints} datapoints", error, first.round)
 
     def round_saved(self, seconds: float) -> None:
-        """Say that a round is saved."""
+        """Report that a round has been saved after this time."""
         self._seconds.append(seconds)
         if self._writer is not None:
             self._writer.flush()
         if not self._console.is_terminal:
             left = float(np.mean(self._seconds)) * (self._rounds - self._played - len(self._seconds))
-            line = f"{self._label}: {self._note}, {_duration(left)} left"
+            line = f"{self._label}: {self._note}, {duration(left)} left"
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _close_writer(self) -> None:
@@ -78,11 +80,7 @@ class Display:
 
 
 def summary_writer() -> Any:
-    """TensorBoard's writer, which is an extra.
-
-    Raises:
-        ValueError: when it is not installed.
-    """
+    """The writer class of TensorBoard; raises ValueError if this optional dependency is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # pyright: ignore[reportPrivateImportUsage]
     except ImportError as error:
@@ -92,64 +90,18 @@ def summary_writer() -> Any:
     return SummaryWriter
 
 
-def result_table(
-    records: Sequence[dict[str, Any]],
-    methods: Sequence[str],
-    panels: Sequence[int],
-    error_name: str,
-    seconds: dict[str, float],
-) -> Table:
-    """Mean and standard error over seeds, over the last third of the tasks and the first.
-
-    Args:
-        records: as `read_records` gives them.
-        methods: one a row.
-        panels: the sizes of D_t to look at, the few first and the many last.
-        error_name: what the error is called.
-        seconds: that each method took.
-    """
-    first, last = third(records, "first"), third(records, "last")
-    few, many = panels[0], panels[-1]
-    table = Table(title=f"{error_name} by datapoints, mean ± standard error over seeds")
-    heads = (f"last third, {few}", f"last third, {many}", f"first third, {few}", "solved late", "seconds")
-    table.add_column("method", no_wrap=True)
-    for head in heads:
-        table.add_column(head, justify="right" if head == "seconds" else "left")
-    for method in methods:
-        early, late = ([r for r in part if r["method"] == method] for part in (first, last))
-        solved = [r["needed"] is not None for r in late if r["datapoints"] == many]
-        table.add_row(
-            STYLES[method][0],
-            _mean([r for r in late if r["datapoints"] == few]),
-            _mean([r for r in late if r["datapoints"] == many]),
-            _mean([r for r in early if r["datapoints"] == few]),
-            f"{np.mean(solved):.0%}",
-            f"{seconds.get(method, 0.0):.0f}",
-        )
+def result_table(run: LoadedRun) -> Table:
+    """Mean and standard error over seeds for the smallest and largest D_t, over the last and the first third."""
+    few, many = run.sizes[0], run.sizes[-1]
+    costs = read_costs(run.folder)
+    headers = (f"last third, {few}", f"last third, {many}", f"first third, {few}", "solved late")
+    title = f"{run.error_name} by datapoints, mean ± standard error over seeds"
+    table = Table(Column("method", no_wrap=True), *headers, Column("seconds", justify="right"), title=title)
+    for method in run.config["methods"]:
+        early, late = (where(third(run.records, which), method=method) for which in ("first", "last"))
+        groups = [where(records, datapoints=size) for records, size in ((late, few), (late, many), (early, few))]
+        cells = [with_error(*estimate(records, record_error)) for records in groups]
+        solved = [r["needed"] is not None for r in groups[1]]
+        seconds = f"{costs[method].seconds:.0f}" if method in costs else "–"
+        table.add_row(label(method), *cells, f"{np.mean(solved):.0%}", seconds)
     return table
-
-
-def _mean(records: Sequence[Mapping[str, Any]]) -> str:
-    by_seed: dict[int, list[float]] = {}
-    for record in records:
-        by_seed.setdefault(record["seed"], []).append(record_error(record))
-    means = np.array([np.mean(values) for values in by_seed.values()])
-    if len(means) < 2:
-        return f"{means.mean():.3f}"
-    return f"{means.mean():.3f} ± {means.std(ddof=1) / np.sqrt(len(means)):.3f}"
-
-
-def _note(records: Sequence[Record], rounds: int, error_name: str) -> str:
-    first = records[0]
-    error = f"{error_name} {_error(records):.3g}"
-    return f"round {first.round + 1}/{rounds}, {first.task}, {first.datapoints} datapoints, {error}"
-
-
-def _error(records: Sequence[Record]) -> float:
-    return float(np.mean([record_error(vars(record)) for record in records]))
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

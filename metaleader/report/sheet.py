@@ -1,4 +1,4 @@
-"""A contact sheet of a stream: tasks in rows, examples with their labels or poses, as one PNG."""
+"""Contact sheets of streams: one row per task, examples with their labels or poses, as a PNG."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from metaleader.tasks import Task, TaskStream
 
 _INK, _GREY, _RED, _BLUE = "#222222", "#777777", "#d62828", "#1e7dd6"
 _DPI = 110
-# Held-out datapoints shown of each task.
+# Held-out datapoints shown per task.
 HELD_OUT = 2
-# In pixels: an image is enlarged by a whole number to at least _IMAGE; then what surrounds it.
+# Sizes in pixels. An image is enlarged by an integer factor to at least _IMAGE.
 _IMAGE, _MARGIN, _CAPTION = 80, 8, 20
 _LEFT, _TOP, _GAP, _NAME = 250, 68, 22, 60
 
@@ -32,18 +32,18 @@ def contact_sheet(
     examples: int = 10,
     title: str = "",
 ) -> None:
-    """Draw a stream: images with a caption each, or the points of one-dimensional regression.
+    """Draw a stream: images with captions, or the points of one-dimensional regression.
 
     Args:
-        stream: of images, uint8 or in [0, 1], (N, 1 or 3, H, W); or of x and y with one value each. Names of classes
-            are taken from `stream.names`; where there is a `stream.camera(t)`, its `arrows` draw the labels as poses.
-        path: of the PNG to write.
-        tasks: how many, spread evenly over the stream.
-        examples: training datapoints shown of each.
-        title: above the sheet.
+        stream: tasks of images, uint8 or in [0, 1], (N, 1 or 3, H, W), or of x and y with one value each. Names of
+            classes come from `stream.names`. If there is a `stream.camera(t)`, its `arrows` draw the labels as poses.
+        path: the PNG to write.
+        tasks: number of tasks shown, evenly spaced over the stream.
+        examples: training datapoints shown per task.
+        title: the title above the sheet.
 
     Raises:
-        ValueError: for data that cannot be drawn.
+        ValueError: if the data cannot be drawn.
     """
     if tasks < 1 or examples < 1 or len(stream) == 0:
         raise ValueError(f"a sheet needs a task and an example, got {min(tasks, len(stream))} and {examples}")
@@ -54,7 +54,7 @@ def contact_sheet(
         camera = getattr(stream, "camera", None)
         cameras = [camera(t) if camera else None for t in rounds]
         figure = _image_sheet(chosen, cameras, examples, getattr(stream, "names", {}), title)
-    elif all(isinstance(part, Tensor) and part[0].numel() == 1 for part in first):
+    elif all(isinstance(values, Tensor) and values[0].numel() == 1 for values in first):
         figure = _curve_sheet(chosen, title)
     else:
         raise ValueError("only images (N, 1 or 3, H, W) and regression of one value on one value can be drawn")
@@ -62,7 +62,7 @@ def contact_sheet(
 
 
 def _image_sheet(chosen: list[tuple[int, Task]], cameras: list[Any], examples: int, names: Any, title: str) -> Figure:
-    """One row a task: its round and name, training examples, a gap, held-out examples."""
+    """One row per task: its round and name, training examples, a gap, held-out examples."""
     side = max(chosen[0][1].train.x.shape[2:])
     scale = -(-_IMAGE // side)
     cell = side * scale + _MARGIN
@@ -83,20 +83,20 @@ def _image_sheet(chosen: list[tuple[int, Task]], cameras: list[Any], examples: i
         axes.text(44, middle, str(t), fontsize=9, color=_GREY, va="center", ha="right")
         name = "\n".join(textwrap.wrap(task.name.replace("_", " "), 24)[:3])
         axes.text(_NAME, middle, name, fontsize=10, color=_INK, va="center")
-        for part, count in shown.items():
-            x, y = (values[:count] for values in getattr(task, part))
-            for i, left in enumerate(range(starts[part], starts[part] + len(x) * cell, cell)):
+        for split, count in shown.items():
+            x, y = (values[:count] for values in getattr(task, split))
+            for i, left in enumerate(range(starts[split], starts[split] + len(x) * cell, cell)):
                 _draw_image(axes, x[i], left, top, scale)
                 caption = _caption(task, y[i], names, is_pose=camera is not None)
                 centre = left + x[i].shape[-1] * scale / 2
                 axes.text(centre, top + cell - _MARGIN + 3, caption, ha="center", va="top", fontsize=7, color=_INK)
             if camera is not None:
-                _draw_arrows(axes, camera.arrows(y.numpy()) * (side * scale), starts[part], cell, top)
+                _draw_arrows(axes, camera.arrows(y.numpy()) * (side * scale), starts[split], cell, top)
     return figure
 
 
 def _canvas(width: int, height: int) -> tuple[Figure, Axes]:
-    """A figure whose coordinates are its pixels, from the top left."""
+    """A figure whose coordinates are pixels from the top left corner."""
     figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(height, 0), aspect="auto", autoscale_on=False)
@@ -120,7 +120,7 @@ def _draw_image(axes: Axes, image: Tensor, left: int, top: int, scale: int) -> N
 
 
 def _draw_arrows(axes: Axes, arrows: np.ndarray, left: int, cell: int, top: int) -> None:
-    """Poses: from where the object stands to where its front points, drawn over the images of a row."""
+    """Draw poses over the images of a row: arrows from the position of the object to where its front points."""
     for i, ends in enumerate(arrows):
         tail, tip = ends + np.array([left + i * cell, top])
         style = {"arrowstyle": "-|>", "mutation_scale": 8, "shrinkA": 0, "shrinkB": 0, "color": _RED, "linewidth": 1.1}
@@ -142,13 +142,13 @@ def _caption(task: Task, y: Tensor, names: Any, is_pose: bool) -> str:
 
 
 def _curve_sheet(chosen: list[tuple[int, Task]], title: str) -> Figure:
-    """One small plot a task, on common scales: the held-out curve and the training points."""
+    """One small plot per task, on common scales: the held-out curve and the training points."""
     columns = min(4, len(chosen))
     lines = -(-len(chosen) // columns)
     figure = Figure(figsize=(0.6 + 2.6 * columns, 0.8 + 1.9 * lines), dpi=110, facecolor="white", layout="constrained")
     grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
     for axes, (t, task) in zip(grid, chosen, strict=False):
-        (x, y), (test_x, test_y) = ([part.flatten().cpu() for part in batch] for batch in (task.train, task.test))
+        (x, y), (test_x, test_y) = ([values.flatten().cpu() for values in batch] for batch in (task.train, task.test))
         order = test_x.argsort()
         axes.plot(test_x[order], test_y[order], color=_BLUE, linewidth=1.2, label="held out")
         axes.plot(x, y, ".", color=_RED, markersize=3.5, label="revealed")

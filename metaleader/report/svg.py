@@ -1,4 +1,4 @@
-"""Charts of the report: panels as inline SVG, with their values for the pointer, the arrow keys and as a table."""
+"""Charts of the report: panels as inline SVG, with values for the pointer and the arrow keys, and as a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from html import escape
 
 import numpy as np
 
-from metaleader.report.curves import Curve, Panel, band, marked, style
+from metaleader.methods import Style
+from metaleader.report.curves import Curve, Panel, band, marked
+from metaleader.report.text import with_error
 
 _WIDTH, _HEIGHT = 400, 262
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 10, 40
@@ -37,7 +39,7 @@ _MARKERS = {
 
 @dataclass(frozen=True)
 class Axes:
-    """The ranges of a chart: (low, high) and whether they are logarithmic."""
+    """The ranges of a chart, (low, high) each, and which axes are logarithmic."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -46,7 +48,7 @@ class Axes:
 
 
 def common_axes(panels: Sequence[Panel]) -> Axes | None:
-    """Axes that fit all panels, so that charts of several runs can be compared; None without any curve."""
+    """Axes that contain all panels, so that charts of different runs can be compared; None without any curve."""
     curves = [curve for panel in panels for curve in panel.curves]
     if not curves:
         return None
@@ -57,8 +59,8 @@ def common_axes(panels: Sequence[Panel]) -> Axes | None:
     if y_log:
         low, high = low / 1.1, high * 1.1
     else:
-        room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-        low, high = low - room, high + room
+        margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+        low, high = low - margin, high + margin
     if any(panel.zero for panel in panels):
         low = 0.0
     if limits := [panel.limit for panel in panels if panel.limit]:
@@ -69,59 +71,53 @@ def common_axes(panels: Sequence[Panel]) -> Axes | None:
     return Axes((first, last), (float(low), float(high)), any(panel.x_log for panel in panels), y_log)
 
 
-def legend(methods: Iterable[str]) -> str:
-    """The methods with their line and marker."""
+def legend(styles: Iterable[Style]) -> str:
+    """The labels of methods, with their lines and markers."""
     items = []
-    for method in methods:
-        line = f'<path class="line" d="M1 7H35"{_dashes(method)}/>{_marker(method, 18, 7, hollow=False)}'
+    for style in styles:
+        line = f'<path class="line" d="M1 7H35"{_dashes(style)}/>{_marker(style, 18, 7, hollow=False)}'
         swatch = f'<svg class="swatch" viewBox="0 0 36 14" aria-hidden="true">{line}</svg>'
-        items.append(f'<li class="series" {colours(method)}>{swatch}<span>{escape(style(method)[0])}</span></li>')
+        items.append(f'<li class="series" style="{colours(style)}">{swatch}<span>{escape(style.label)}</span></li>')
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def colours(method: str) -> str:
-    """The attribute with a method's colour on a light and on a dark page."""
-    colour = style(method)[1]
-    light = "".join(f"{round(0.62 * int(colour[i : i + 2], 16) + 0.38 * 255):02x}" for i in (1, 3, 5))
-    return f'style="--light:{colour};--dark:#{light}"'
+def colours(style: Style) -> str:
+    """CSS with the colour of a method on a light and on a dark page."""
+    light = "".join(f"{round(0.62 * int(style.colour[i : i + 2], 16) + 0.38 * 255):02x}" for i in (1, 3, 5))
+    return f"--light:{style.colour};--dark:#{light}"
 
 
 def chart(panel: Panel, axes: Axes | None) -> str:
-    """A panel as a figure: SVG, values for the pointer and the arrow keys, and the same values as a table.
-
-    Args:
-        panel: what to draw.
-        axes: as `common_axes` gives them.
-    """
+    """A panel as a figure: SVG, values for the pointer and the arrow keys, and the same values as a table."""
     title = f"<h4>{escape(panel.y_label)}</h4>"
     if not panel.curves or axes is None:
         return f'<figure class="chart">{title}<p class="none">No records.</p></figure>'
     to_x = _scale(axes.x, axes.x_log, _LEFT, _WIDTH - _RIGHT)
     to_y = _scale(axes.y, axes.y_log, _HEIGHT - _BOTTOM, _TOP)
-    parts = [_grid(axes, to_x, to_y, panel.x_label)]
+    elements = [_grid(axes, to_x, to_y, panel.x_label)]
     if panel.limit is not None:
         y = _f(to_y(panel.limit))
-        parts.append(f'<path class="limit" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
-    parts += [_band(curve, axes.y_log, to_x, to_y) for curve in panel.curves]
+        elements.append(f'<path class="limit" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
+    elements += [_band(curve, axes.y_log, to_x, to_y) for curve in panel.curves]
     # The first method on top.
     for order, curve in reversed(list(enumerate(panel.curves))):
-        parts.append(_line(curve, to_x, to_y, marked(curve, order, axes.x_log)))
-    names = ", ".join(style(curve.method)[0] for curve in panel.curves)
+        elements.append(_line(curve, to_x, to_y, marked(curve, order, axes.x_log)))
+    names = ", ".join(curve.style.label for curve in panel.curves)
     label = f"{panel.y_label} against {panel.x_label}: {names}. Left and right arrow keys read the values."
     values, table = _values(panel, to_x, to_y)
     return (
         f'<figure class="chart">{title}<div class="plot" data-values="{escape(json.dumps(values))}">'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" tabindex="0" aria-label="{escape(label)}">'
-        f'{"".join(parts)}<g class="probe"></g></svg><div class="tip" role="status" hidden></div></div>'
+        f'{"".join(elements)}<g class="probe"></g></svg><div class="tip" role="status" hidden></div></div>'
         f"{_note(panel)}<details><summary>Values</summary>{table}</details></figure>"
     )
 
 
 def _note(panel: Panel) -> str:
-    """The fraction solved beside the mean, and how unsolved tasks are counted."""
+    """The fraction of tasks solved, and how unsolved tasks are counted."""
     if panel.limit is None:
         return ""
-    solved = ", ".join(f"{style(c.method)[0]} {c.solved:.0%}" for c in panel.curves)
+    solved = ", ".join(f"{curve.style.label} {curve.solved:.0%}" for curve in panel.curves)
     note = f"Solved: {solved}."
     if any(curve.censored.any() for curve in panel.curves):
         note += f" Unsolved tasks count as {panel.limit:,}, all their data (dotted line, hollow markers)."
@@ -129,15 +125,14 @@ def _note(panel: Panel) -> str:
 
 
 def _values(panel: Panel, to_x: Callable[[float], float], to_y: Callable[[float], float]) -> tuple[dict, str]:
-    """What the script shows at each x, and the table of the same."""
+    """The values that the script shows at each x, and a table of the same values."""
     xs = sorted({float(x) for curve in panel.curves for x in curve.x})
     series, columns = [], []
     for curve in panel.curves:
         at = {float(x): i for i, x in enumerate(curve.x)}
         texts = [_text(curve, at[x]) if x in at else None for x in xs]
         ys = [round(to_y(curve.mean[at[x]]), 1) if x in at else None for x in xs]
-        name, colour = style(curve.method)[0], colours(curve.method)
-        series.append({"name": name, "colour": colour[len('style="') : -1], "y": ys, "text": texts})
+        series.append({"name": curve.style.label, "colour": colours(curve.style), "y": ys, "text": texts})
         columns.append([text or "" for text in texts])
     unit = "datapoints" if panel.x_label.startswith("datapoints") else "task"
     values = {
@@ -150,7 +145,7 @@ def _values(panel: Panel, to_x: Callable[[float], float], to_y: Callable[[float]
 
 
 def html_table(caption: str, headers: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """A table in a box that scrolls on its own; the first cell of a row is its heading. Everything is escaped."""
+    """A table in a scrollable box; the first cell of a row is its heading. All text is escaped."""
     head = "".join(f'<th scope="col">{escape(header)}</th>' for header in headers)
     body = []
     for first, *others in rows:
@@ -167,36 +162,16 @@ def _text(curve: Curve, i: int) -> str:
     return f"{text}, {curve.censored[i]:.0%} unsolved" if curve.censored[i] > 0 else text
 
 
-def with_error(mean: float, error: float) -> str:
-    """A mean, with its standard error where there is one, to the digits that the error leaves."""
-    if math.isnan(mean):
-        return "–"
-    if not (math.isfinite(mean) and math.isfinite(error)):
-        return _plain(mean)
-    if error == 0:
-        return f"{_plain(mean)} ± 0"
-    digits = 1 - math.floor(math.log10(error))
-    if mean != 0:
-        digits = min(digits, 2 - math.floor(math.log10(abs(mean))))
-    return f"{mean:.{max(0, digits)}f} ± {error:.{max(0, digits)}f}"
-
-
-def _plain(number: float) -> str:
-    if number and abs(number) < 1:
-        return f"{number:#.3g}"  # 0.280 stands below 0.331
-    return f"{number:.3g}" if abs(number) < 100 else f"{number:.0f}"
-
-
 def _line(curve: Curve, to_x: Callable, to_y: Callable, marks: np.ndarray) -> str:
     points = [(to_x(x), to_y(y)) for x, y in zip(curve.x, curve.mean, strict=True)]
     path = "M" + "L".join(f"{_f(x)} {_f(y)}" for x, y in points)
     markers = [
-        _marker(curve.method, *point, hollow=censored > 0)
+        _marker(curve.style, *point, hollow=censored > 0)
         for point, censored, mark in zip(points, curve.censored, marks, strict=True)
         if mark
     ]
-    line = f'<path class="line" d="{path}"{_dashes(curve.method)}/>'
-    return f'<g class="series" {colours(curve.method)}>{line}{"".join(markers)}</g>'
+    line = f'<path class="line" d="{path}"{_dashes(curve.style)}/>'
+    return f'<g class="series" style="{colours(curve.style)}">{line}{"".join(markers)}</g>'
 
 
 def _band(curve: Curve, y_log: bool, to_x: Callable, to_y: Callable) -> str:
@@ -205,34 +180,33 @@ def _band(curve: Curve, y_log: bool, to_x: Callable, to_y: Callable) -> str:
     lower, upper = (
         [f"{_f(to_x(x))} {_f(to_y(y))}" for x, y in zip(curve.x, edge, strict=True)] for edge in band(curve, y_log)
     )
-    return f'<path class="series band" {colours(curve.method)} d="M{"L".join(upper + lower[::-1])}Z"/>'
+    return f'<path class="series band" style="{colours(curve.style)}" d="M{"L".join(upper + lower[::-1])}Z"/>'
 
 
-def _marker(method: str, x: float, y: float, hollow: bool) -> str:
-    path = _MARKERS[style(method)[2]].format(r=3.2, d=4.4, q=1.9, t=1.2)
+def _marker(style: Style, x: float, y: float, hollow: bool) -> str:
+    path = _MARKERS[style.marker].format(r=3.2, d=4.4, q=1.9, t=1.2)
     kind = "marker hollow" if hollow else "marker"
     return f'<path class="{kind}" transform="translate({_f(x)} {_f(y)})" d="{path}"/>'
 
 
-def _dashes(method: str) -> str:
-    dashes = style(method)[3]
-    return f' stroke-dasharray="{" ".join(f"{1.8 * d:g}" for d in dashes)}"' if dashes else ""
+def _dashes(style: Style) -> str:
+    return f' stroke-dasharray="{" ".join(f"{1.8 * d:g}" for d in style.dashes)}"' if style.dashes else ""
 
 
 def _grid(axes: Axes, to_x: Callable, to_y: Callable, x_label: str) -> str:
-    bottom, parts = _HEIGHT - _BOTTOM, []
+    bottom, elements = _HEIGHT - _BOTTOM, []
     for tick in _ticks(axes.y, axes.y_log, 5):
         y = _f(to_y(tick))
-        parts.append(f'<path class="grid" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y}" dy=".35em" text-anchor="end">{tick:g}</text>')
+        elements.append(f'<path class="grid" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
+        elements.append(f'<text x="{_LEFT - 6}" y="{y}" dy=".35em" text-anchor="end">{tick:g}</text>')
     for tick in _ticks(axes.x, axes.x_log, 6, whole=True):
         x = _f(to_x(tick))
-        parts.append(f'<path class="grid" d="M{x} {bottom}v4"/>')
-        parts.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
+        elements.append(f'<path class="grid" d="M{x} {bottom}v4"/>')
+        elements.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(x_label)}</text>')
-    parts.append(f'<path class="axis" d="M{_LEFT} {_TOP}V{bottom}H{_WIDTH - _RIGHT}"/>')
-    return "".join(parts)
+    elements.append(f'<text x="{middle}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(x_label)}</text>')
+    elements.append(f'<path class="axis" d="M{_LEFT} {_TOP}V{bottom}H{_WIDTH - _RIGHT}"/>')
+    return "".join(elements)
 
 
 def _ticks(span: tuple[float, float], log: bool, num: int, whole: bool = False) -> list[float]:
@@ -240,12 +214,11 @@ def _ticks(span: tuple[float, float], log: bool, num: int, whole: bool = False) 
     low, high = span
     if log:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for digits in ((1, 2, 5), (1, 3), (1,)):
-            ticks = [digit * 10.0**power for power in decades for digit in digits]
-            ticks = [tick for tick in ticks if low <= tick <= high]
-            if len(ticks) <= 2 * num:
-                break
-        return ticks
+        choices = [
+            [digit * 10.0**power for power in decades for digit in digits] for digits in ((1, 2, 5), (1, 3), (1,))
+        ]
+        choices = [[tick for tick in ticks if low <= tick <= high] for ticks in choices]
+        return next((ticks for ticks in choices if len(ticks) <= 2 * num), choices[-1])
     power = 10.0 ** math.floor(math.log10((high - low) / num))
     step = next(factor * power for factor in (1, 2, 5, 10) if (high - low) / (factor * power) <= num)
     step = max(step, 1.0) if whole else step
@@ -253,14 +226,14 @@ def _ticks(span: tuple[float, float], log: bool, num: int, whole: bool = False) 
 
 
 def _scale(span: tuple[float, float], log: bool, start: float, end: float) -> Callable[[float], float]:
-    """From values to places; values out of range land on the border."""
+    """A function from values to coordinates; values out of range are clipped."""
 
-    def place(value: float) -> float:
+    def coordinate(value: float) -> float:
         low, high = (math.log(bound) for bound in span) if log else span
         inside = (math.log(value) if value > 0 else low) if log else value
         return start + (end - start) * min(1.0, max(0.0, (inside - low) / (high - low)))
 
-    return place
+    return coordinate
 
 
 def _f(number: float) -> str:

@@ -1,4 +1,4 @@
-"""Finished runs of one experiment, each of other methods, joined into the run of all."""
+"""Joining finished runs of one experiment, each of different methods, into a run of all these methods."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from metaleader.methods import styles
 from metaleader.runs.folder import (
-    Run,
     csv_lines,
     is_finished,
     read_checkpoint,
@@ -18,29 +18,31 @@ from metaleader.runs.folder import (
     write_checkpoint,
     write_times,
 )
+from metaleader.runs.run import Run
 from metaleader.system.files import write_atomic
 
-# In what joined runs may differ: where they ran, and what has no part in their numbers or is of a method alone.
+# Keys of the configuration in which joined runs may differ: where they ran, values that do not affect the records, and
+# values of single methods.
 _PLACE = ("hardware", "versions", "commit")
 _MAY_DIFFER = {"methods", "engines", "data", "tensorboard", *_PLACE}
 
 
-def join_runs(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], order: Sequence[str]) -> None:
-    """Join finished runs of one experiment, each of other methods, into a new folder: as one run of all leaves it.
+def join_runs(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
+    """Join finished runs of one experiment, each of different methods, into a new folder.
 
-    The folders stay as they are. Where hardware, versions or commit differ, the new configuration has them by method.
+    The new folder equals that of one run of all methods. The folders are not changed. If hardware, versions or commit
+    differ, the new configuration has one value per method.
 
     Args:
-        folders: of the runs.
+        folders: the run folders.
         out: the new run folder.
-        order: all methods there are, in the order that they get.
 
     Raises:
-        ValueError: for runs that do not fit together or are not finished, or when `out` holds a run.
-        OSError: when a file cannot be read or written.
+        ValueError: if the runs do not match or are not finished, or if `out` holds a run.
+        OSError: if a file cannot be read or written.
     """
-    config = _joined_config(folders, order)
-    head: list[str] = []
+    config = _joined_config(folders)
+    header: list[str] = []
     trees: dict[str, dict[str, Any]] = {}
     lines, times = {}, []
     for folder in map(Path, folders):
@@ -48,20 +50,22 @@ def join_runs(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
         for method in methods:
             tree = read_checkpoint(folder, method)
             if tree is None or not is_finished(tree):
-                raise ValueError(f"{folder} is not finished: {method} goes on with `metaleader resume {folder}`")
+                raise ValueError(f"{folder} is not finished: continue {method} with `metaleader resume {folder}`")
             trees[method] = tree
         records = read_records(folder)
         if (folder / "records.csv").stat().st_size != max(trees[method]["records_bytes"] for method in methods):
-            raise ValueError(f"{folder}/records.csv is not as long as its checkpoint says; use an intact copy")
-        if head and list(records[0]) != head:
-            raise ValueError(f"{folder} has the columns {list(records[0])}, not {head}; join runs of one release")
-        head = list(records[0])
+            raise ValueError(
+                f"{folder}/records.csv does not have the length that its checkpoint states; use an intact copy"
+            )
+        if header and list(records[0]) != header:
+            raise ValueError(f"{folder} has the columns {list(records[0])}, not {header}; join runs of one release")
+        header = list(records[0])
         for method in methods:
             lines[method] = csv_lines(row.values() for row in records if row["method"] == method)
         times += read_times(folder)
     with Run(out, config) as run:
-        # Records before checkpoints, as in a round: after a kill, `resume` goes on with what is there.
-        content = csv_lines([head])
+        # Records before checkpoints, as in a round: `resume` can then continue after a kill.
+        content = csv_lines([header])
         for method in config["methods"]:
             content += lines[method]
             trees[method]["records_bytes"] = len(content)
@@ -71,35 +75,33 @@ def join_runs(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
             write_checkpoint(run.folder, method, trees[method])
 
 
-def _joined_config(folders: Sequence[str | os.PathLike[str]], order: Sequence[str]) -> dict[str, Any]:
+def _joined_config(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
     if len(folders) < 2:
         raise ValueError(f"name at least two run folders to join, got {len(folders)}")
-    configs = [read_config(folder) for folder in folders]
-    first, of_method = configs[0], {}
+    configs: list[dict[str, Any]] = [dict(read_config(folder)) for folder in folders]
+    first, by_method = configs[0], {}
     for folder, config in zip(folders, configs, strict=True):
         for name in (first | config).keys() - _MAY_DIFFER:
-            one, other = config.get(name), first.get(name)
-            if name == "settings" and isinstance(one, dict) and isinstance(other, dict):
-                one, other = ({**settings, "learners": None} for settings in (one, other))
-            if one != other:
-                raise ValueError(f"{folder} does not fit {folders[0]}: its {name} is {one!r}, not {other!r}")
+            value, expected = config.get(name), first.get(name)
+            if name == "settings":
+                value, expected = (one["settings"] | {"learners": None} for one in (config, first))
+            if value != expected:
+                raise ValueError(f"{folder} does not match {folders[0]}: its {name} is {value!r}, not {expected!r}")
         for method in config["methods"]:
-            if method in of_method:
-                raise ValueError(f"{folder} has the method {method!r}, and so has a run before it; leave one out")
-            if method not in order:
-                raise ValueError(f"{folder} has the unknown method {method!r}; there are {', '.join(order)}")
-            of_method[method] = config
-    of_method = {method: of_method[method] for method in order if method in of_method}
+            if method in by_method:
+                raise ValueError(f"{folder} has the method {method!r}, as a run before it does; leave one out")
+            by_method[method] = config
+    by_method = {method: by_method[method] for method in styles(by_method)}
     try:
-        learners = {method: config["settings"]["learners"][method] for method, config in of_method.items()}
+        learners = {method: config["settings"]["learners"][method] for method, config in by_method.items()}
         joined = first | {
-            "methods": list(of_method),
-            "engines": {method: config["engines"][method] for method, config in of_method.items()},
+            "methods": list(by_method),
+            "engines": {method: config["engines"][method] for method, config in by_method.items()},
             "settings": first["settings"] | {"learners": learners},
         }
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise ValueError(f"a config.json in {', '.join(map(str, folders))} is damaged ({error!r})") from error
     for name in _PLACE:
         if any(config.get(name) != first.get(name) for config in configs):
-            joined[name] = {method: config.get(name) for method, config in of_method.items()}
+            joined[name] = {method: config.get(name) for method, config in by_method.items()}
     return joined

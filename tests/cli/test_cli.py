@@ -9,8 +9,10 @@ from typing import get_args
 import pytest
 import tiny
 import torch
+from made_records import made_settings
 
 from metaleader import cli, experiment
+from metaleader.methods import METHODS
 from metaleader.presets import MACHINES, PRESETS, TIMES, Schedule
 
 
@@ -92,7 +94,8 @@ def change(folder, **fields):
         ({"methods": ["../../toe"]}, ["unknown method '../../toe'"]),
         ({"seeds": "many"}, ["config.json is damaged"]),
         ({"threads": None}, ["config.json is damaged"]),
-        ({"settings": {}}, ["has changed since the run began", "start a new run"]),
+        ({"settings": made_settings(0.5)}, ["has changed since the run began", "start a new run"]),
+        ({"settings": {}}, ["config.json is damaged: it has no meta_steps"]),
     ],
 )
 def test_configurations_that_cannot_be_resumed(status, tmp_path, fields, parts):
@@ -118,17 +121,17 @@ def test_records_that_were_cut(status, tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "play_together", stopped_in_the_second)
     code, out, error = status(*RUN, tmp_path)
     assert (code, error) == (130, "metaleader: interrupted\n")
-    assert f"Go on with: metaleader resume {tmp_path}\n" in out
+    assert f"Continue with: metaleader resume {tmp_path}\n" in out
     text = (tmp_path / "records.csv").read_bytes()
     (tmp_path / "records.csv").write_bytes(text[:-7])
-    refused(status("resume", tmp_path), "records.csv was cut", "restore it")
+    refused(status("resume", tmp_path), "records.csv was truncated", "restore it")
 
 
 def test_records_of_a_finished_run_that_were_cut(status, tmp_path):
     assert status(*RUN, tmp_path)[0] == 0
     *lines, _ = (tmp_path / "records.csv").read_bytes().splitlines(keepends=True)
     (tmp_path / "records.csv").write_bytes(b"".join(lines))
-    refused(status("resume", tmp_path), "records.csv was cut", "restore it")
+    refused(status("resume", tmp_path), "records.csv was truncated", "restore it")
 
 
 def test_the_list_has_every_preset_with_its_sizes(status):
@@ -146,14 +149,24 @@ def test_the_list_says_how_long_a_run_took_and_where(status, monkeypatch):
     # Wide, so that no cell is broken into lines.
     monkeypatch.setenv("COLUMNS", "160")
     _, out, _ = status("list")
-    lines = [line for line in out.splitlines() if line.startswith("│")]
-    assert len(lines) == 3 * len(PRESETS)
+    lines = [line for line in out.splitlines() if line.startswith("│")][: 3 * len(PRESETS)]
     rows = [(name, schedule) for name in PRESETS for schedule in get_args(Schedule)]
     for (name, schedule), line in zip(rows, lines, strict=True):
         assert f" {schedule} " in line
         assert TIMES.get((name, schedule), "not measured") in line
     for machine, words in MACHINES.items():
         assert f"{machine}: {words}\n" in out
+
+
+def test_the_list_says_which_methods_each_preset_has(status, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    _, out, _ = status("list")
+    rows = {line.split()[1]: line.split()[3::2] for line in out.splitlines() if line.startswith("│")}
+    for method in METHODS:
+        made = [make("standard") for make in PRESETS.values()]
+        expected = ["default" if method in p.methods else "extra" if method in p.extras else "–" for p in made]
+        assert rows[method] == expected
+    assert rows["ftl-matched"][:5] == ["extra", "extra", "–", "–", "–"]
 
 
 def test_every_time_has_its_preset_its_seeds_and_its_machine():

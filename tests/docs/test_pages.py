@@ -58,7 +58,7 @@ def test_the_methods_of_the_presets():
         method = row[0].strip("`")
         for name, cell in zip(presets, row[1:], strict=True):
             kind = "standard" if method in presets[name].methods else "extra"
-            assert cell == (kind if method in presets[name].known else "no"), f"{method} of {name}"
+            assert cell == (kind if method in presets[name].all_methods else "no"), f"{method} of {name}"
 
 
 def test_figures_are_small():

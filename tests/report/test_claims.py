@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_records import made_config
 
 from metaleader.cli import main
 from metaleader.presets import PRESETS
@@ -21,6 +22,7 @@ from metaleader.tasks import rng
 
 METHODS = ("ftml", "ftml-last", "ftl", "toe", "scratch")
 TASKS = 9
+GOOD = made_config(preset="sinusoid", methods=METHODS, seeds=3)
 COLUMNS = ["method", "seed", "protocol", "round", "task", "datapoints", "loss", "accuracy", "needed"]
 Error = Callable[[str, int, int, int], float]
 Needed = Callable[[str, int, int], int | None]
@@ -47,7 +49,7 @@ def write(
     made = PRESETS[preset](schedule)  # type: ignore[arg-type]
     extra = extra or {}
     folder.mkdir(exist_ok=True)
-    config = {"preset": preset, "schedule": schedule, "seeds": seeds, "tasks": TASKS}
+    config = GOOD | {"preset": preset, "schedule": schedule, "seeds": seeds, "tasks": TASKS}
     (folder / "config.json").write_text(json.dumps(config))
     with open(folder / "records.csv", "w", newline="") as file:
         writer = csv.writer(file)
@@ -345,19 +347,17 @@ def test_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.endswith("0 agree, 3 disagree, 0 undecided\n")
 
 
-GOOD = {"preset": "sinusoid", "schedule": "standard", "seeds": 3}
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (None, "config.json is missing"),
         ("{", "not the configuration of a run"),
         ("[1]", "not the configuration of a run"),
-        (json.dumps({"preset": "sinusoid"}), "not the configuration of a run: KeyError('schedule')"),
+        (json.dumps({"preset": "sinusoid"}), "not the configuration of a run: it has no format"),
+        (json.dumps({"format": 1, "preset": "sinusoid"}), "is damaged: it has no methods"),
         (json.dumps({**GOOD, "preset": "sinusiod"}), "the preset 'sinusiod'; there are rainbow-digits, "),
-        (json.dumps({**GOOD, "preset": ["sinusoid"]}), "the preset ['sinusoid']; there are rainbow-digits, "),
-        (json.dumps({**GOOD, "schedule": "slow"}), "schedule 'slow'"),
+        (json.dumps({**GOOD, "preset": ["sinusoid"]}), "is damaged: its preset is ['sinusoid']"),
+        (json.dumps({**GOOD, "schedule": "slow"}), "is damaged: its schedule is 'slow'"),
         (json.dumps(GOOD), "no records in"),
     ],
 )

@@ -6,21 +6,9 @@ import numpy as np
 import pytest
 from made_records import made_records
 
-from metaleader.presets import PRESETS
-from metaleader.report.curves import (
-    STYLES,
-    Curve,
-    band,
-    cumulative_panels,
-    estimate,
-    learning_panel,
-    marked,
-    methods_of,
-    record_error,
-    stream_panels,
-    style,
-    third,
-)
+from metaleader.methods import METHODS
+from metaleader.report.curves import Curve, band, cumulative_panels, learning_panel, marked, stream_panels
+from metaleader.report.records import estimate, methods_of, over_seeds, record_error, third
 
 
 def curve_of(panel, method):
@@ -145,8 +133,7 @@ def test_records_of_the_regret_protocol_are_labelled_and_kept_apart():
 def test_one_seed_has_no_standard_error():
     panel = stream_panels(made_records(tasks=3, reveals=2, seeds=1), (40,), 0.9, "error")[1]
     assert all(np.isnan(curve.error).all() for curve in panel.curves)
-    assert estimate([record()], record_error).seeds == 1
-    assert math.isnan(estimate([record()], record_error).error)
+    assert math.isnan(estimate([record()], record_error)[1])
 
 
 def test_seeds_that_are_missing_are_left_out():
@@ -167,12 +154,20 @@ def test_values_that_are_not_finite_leave_a_gap(bad):
 
 def test_an_estimate_is_over_seeds_not_over_tasks():
     records = [record(seed=0, t=t, accuracy=a) for t, a in enumerate((0.0, 0.2, 0.4))] + [record(seed=1, accuracy=1.0)]
-    found = estimate(records, lambda r: r["accuracy"])
-    assert (found.mean, found.error) == pytest.approx(mean_and_error([0.2, 1.0]))
-    assert estimate(records, lambda r: None).seeds == 0
-    diverged = estimate(records, lambda r: math.inf if r["seed"] else 1.0)
-    assert diverged.mean == math.inf
-    assert math.isnan(diverged.error)
+    assert estimate(records, lambda r: r["accuracy"]) == pytest.approx(mean_and_error([0.2, 1.0]))
+    assert all(math.isnan(number) for number in estimate(records, lambda r: None))
+    mean, error = estimate(records, lambda r: math.inf if r["seed"] else 1.0)
+    assert mean == math.inf
+    assert math.isnan(error)
+
+
+def test_values_that_are_not_valid_are_left_out_of_the_mean_over_seeds():
+    values = np.array([[1.0, 5.0, 9.0], [2.0, 7.0, math.nan], [6.0, math.nan, math.nan]])
+    mean, error = over_seeds(values, ~np.isnan(values))
+    assert list(zip(mean, error, strict=True))[:2] == [pytest.approx(mean_and_error(v)) for v in ([1, 2, 6], [5, 7])]
+    assert mean[2] == 9
+    assert math.isnan(error[2])
+    assert math.isnan(over_seeds(values)[0][2])
 
 
 def test_no_records_give_no_curves():
@@ -183,7 +178,7 @@ def test_no_records_give_no_curves():
 
 def curve_with(mean, error):
     there = np.arange(len(mean))
-    return Curve("ftml", there, np.array(mean), np.array(error), np.zeros(len(mean)))
+    return Curve("ftml", METHODS["ftml"].style, there, np.array(mean), np.array(error), np.zeros(len(mean)))
 
 
 def test_the_band_is_the_standard_error_to_either_side():
@@ -207,13 +202,14 @@ def test_the_widest_band_of_all_is_a_factor_of_e():
     assert (high / low).item() == pytest.approx(math.e**2)
 
 
-def test_methods_can_be_told_apart_without_colour():
-    known = {method for preset in PRESETS.values() for method in preset("standard").methods}
-    assert known <= set(STYLES)
-    for column in range(4):
-        assert len({look[column] for look in STYLES.values()}) == len(STYLES)
-    assert style("my own")[0] == "my own"
-    assert methods_of([record("my own"), record("toe"), record("ftml")]) == ["ftml", "toe", "my own"]
+def test_methods_outside_the_table_keep_their_colour_in_every_panel():
+    records = [record("mine", datapoints=20), record("other", datapoints=20), record("other", datapoints=40)]
+    records += [record("other", datapoints=20) | {"protocol": "regret"}, record("toe")]
+    assert list(methods_of(records)) == ["toe", "mine", "other"]
+    panels = [*stream_panels(records, (20, 40), 0.9, "error"), learning_panel(records, "error")]
+    curves = [curve for panel in (*panels, *cumulative_panels(records)) for curve in panel.curves]
+    assert {curve.method for curve in curves} == {"toe", "mine", "other"}
+    assert len({(curve.method, curve.style) for curve in curves}) == len({curve.style.colour for curve in curves}) == 3
 
 
 @pytest.mark.parametrize("x_log", [False, True])

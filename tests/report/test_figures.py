@@ -7,8 +7,9 @@ import pytest
 from made_records import made_records, uneven
 from matplotlib.figure import Figure
 
+from metaleader.methods import METHODS
 from metaleader.presets import PRESETS
-from metaleader.report.curves import STYLES, stream_panels
+from metaleader.report.curves import stream_panels
 from metaleader.report.figures import _draw_panel, draw_figures
 
 NAMES = [f"{name}.{suffix}" for name in ("figure", "learning", "cumulative") for suffix in ("png", "svg")]
@@ -24,11 +25,11 @@ def test_every_method_is_drawn_in_every_figure_and_no_other(tmp_path):
     paths = draw_figures(made_records(tasks=5, reveals=5, methods=shown), (100,), tmp_path, gamma=0.9)
     assert [path.name for path in paths] == NAMES
     for path in paths[::2]:
-        assert {name for name, look in STYLES.items() if has_colour(path, look[1])} == set(shown)
+        assert {name for name, method in METHODS.items() if has_colour(path, method.style.colour)} == set(shown)
     for path in paths[1::2]:
         # Matplotlib writes each text as a comment above its outlines.
         text = path.read_text()
-        assert all(f"<!-- {STYLES[name][0]} -->" in text for name in shown)
+        assert all(f"<!-- {METHODS[name].style.label} -->" in text for name in shown)
         assert "<!-- standard error over seeds -->" in text
 
 

@@ -11,16 +11,16 @@ import matplotlib.image
 import numpy as np
 import pytest
 from browser import Browser, chromium
-from made_records import SHAPES, made_records, uneven, write_run
+from made_records import SHAPES, made_records, made_settings, uneven, write_run
 
 from metaleader.cli import main
-from metaleader.presets import PRESETS
+from metaleader.methods import METHODS, label
 from metaleader.report import page as report
-from metaleader.report.curves import STYLES, stream_panels
+from metaleader.report.curves import stream_panels
 from metaleader.report.page import write_report
-from metaleader.report.svg import Axes, _ticks, chart, common_axes, legend, with_error
+from metaleader.report.svg import Axes, _ticks, chart, common_axes, legend
 
-TIMES = "method,round,seconds,peak_mb\nftml,0,100,1024\nftml,1,34.5,3072.4\ntoe,0,12,\nscratch,0,soon,\n"
+TIMES = "method,round,seconds,peak_mb\nftml,0,100,1024\nftml,1,34.5,3072.4\ntoe,0,12,\n"
 
 
 class Page(HTMLParser):
@@ -96,12 +96,9 @@ def browser(tmp_path_factory):
         yield browser
 
 
-def test_every_method_that_presets_know_has_its_marker():
-    """Those that run when named only, too."""
-    methods = list(dict.fromkeys(name for make in PRESETS.values() for name in make("standard").known))
-    text = legend(methods)
-    for method in methods:
-        assert STYLES[method][0] in text
+def test_every_method_of_the_table_has_a_marker():
+    text = legend(method.style for method in METHODS.values())
+    assert all(method.style.label in text for method in METHODS.values())
 
 
 def test_the_page_loads_nothing_and_is_well_formed(page):
@@ -122,7 +119,7 @@ def test_the_table_of_results_is_the_mean_over_seeds_of_means_over_tasks(folder)
     assert len(table) == 1 + len(SHAPES)
     records = made_records()
     for method, row in zip(SHAPES, table[1:], strict=True):
-        assert row[:2] == [STYLES[method][0], "56"]
+        assert row[:2] == [label(method), "56"]
         own = [r for r in records if r["method"] == method]
         last = [r for r in own if r["datapoints"] == 900]
         assert row[2] == f"{np.mean([r['needed'] is not None for r in last]):.0%}"
@@ -146,7 +143,7 @@ def test_both_readings_of_batch_norm_and_all_numbers_of_steps_are_shown(page):
         "method",
         "run",
         "datapoints",
-        "5 steps (the records' own)",
+        "5 steps (the default)",
         "1 step",
         "10 steps",
         "batch norm by D_t",
@@ -191,7 +188,7 @@ def test_runs_of_one_preset_stand_together_and_what_differs_is_marked(folder):
 
 
 def test_time_and_memory_are_read_where_there_are_any(page):
-    assert read(page).tables["Spent, all seeds together"][1:] == [
+    assert read(page).tables["Total of all seeds"][1:] == [
         ["FTML", "full", "2 min 14 s", "3,072 MB"],
         ["TOE", "full", "12.0 s", "–"],
     ]
@@ -234,25 +231,25 @@ def test_what_comes_from_files_is_escaped(tmp_path):
     evil = "<script>alert('x')</script>"
     records = [{**r, "method": evil, "task": evil} for r in made_records(tasks=2, reveals=2, methods=("ftml",))]
     folder = write_run(tmp_path / "run", records, preset=evil, note={evil: evil}, versions={"torch": evil})
-    (folder / "times.csv").write_text(f"method,seconds\n{evil},1\n")
+    (folder / "times.csv").write_text(f"method,round,seconds,peak_mb\n{evil},0,1,2\n")
     text = write_report([folder]).read_text()
     assert evil not in text
     assert text.count("<script") == 1
     assert "&lt;script&gt;" in text
 
 
-def test_a_stream_of_ones_own_is_shown_with_its_smallest_and_largest_data(tmp_path):
-    folder = write_run(tmp_path / "run", made_records(tasks=3, reveals=4), preset="mine", gamma=None)
+def test_a_stream_of_ones_own_is_shown_as_its_configuration_says(tmp_path):
+    config = {"panels": [20, 80], "settings": made_settings(None), "error_name": "mistakes"}
+    folder = write_run(tmp_path / "run", made_records(tasks=3, reveals=4), preset="mine", **config)
     headings = [text for _, text in read(write_report([folder])).headings]
     assert "accuracy after 20 datapoints" in headings
     assert "accuracy after 80 datapoints" in headings
+    assert "mistakes within a task, last third" in headings
 
 
 def test_the_threshold_shown_is_the_one_that_the_run_was_judged_by(tmp_path):
-    records = made_records(tasks=3, reveals=4)
-    for number, (settings, shown) in enumerate((({"gamma": 0.65}, 0.65), ({}, 0.9), ("damaged", 0.9))):
-        folder = write_run(tmp_path / str(number), records, settings=settings)
-        assert f"datapoints to accuracy {shown}" in [text for _, text in read(write_report([folder])).headings]
+    folder = write_run(tmp_path / "run", made_records(tasks=3, reveals=4), settings=made_settings(0.65))
+    assert "datapoints to accuracy 0.65" in [text for _, text in read(write_report([folder])).headings]
 
 
 def test_a_run_without_records_yet_has_a_page(tmp_path):
@@ -281,7 +278,9 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     assert table[0] == ["setting", *map(str, folders)]
 
 
-@pytest.mark.parametrize(("config", "message"), [("{", "is not JSON"), ("[]", "configuration"), (None, "config.json")])
+@pytest.mark.parametrize(
+    ("config", "message"), [("{", "is not the configuration of a run"), ("[]", "configuration"), (None, "config.json")]
+)
 def test_bad_folders_end_with_a_message_and_status_2(config, message, tmp_path, capsys):
     folder = write_run(tmp_path / "run", made_records(tasks=1, reveals=1))
     (folder / "config.json").unlink()
@@ -312,28 +311,8 @@ def test_the_command_writes_into_the_first_folder_or_where_it_is_told(folder, tm
     assert told.err == f"note: {tmp_path / 'theory'} holds no records and is left out\n"
     with pytest.raises(ValueError, match="at least one"):
         write_report([])
-    with pytest.raises(FileNotFoundError, match="no records"):
+    with pytest.raises(FileNotFoundError, match="no run in"):
         write_report([tmp_path / "nowhere"])
-
-
-@pytest.mark.parametrize(
-    ("mean", "error", "text"),
-    [
-        (0.06123, 0.00412, "0.0612 ± 0.0041"),
-        (545.61, 7.12, "546 ± 7"),
-        (20.0, 0.0, "20 ± 0"),
-        (0.71333, 0.0, "0.713 ± 0"),
-        (0.5, math.nan, "0.500"),
-        (56.667, math.nan, "56.7"),
-        (0.0, math.nan, "0"),
-        (1234.5, math.nan, "1234"),
-        (0.0, 0.03, "0.000 ± 0.030"),
-        (math.nan, math.nan, "–"),
-        (math.inf, math.nan, "inf"),
-    ],
-)
-def test_numbers_have_the_digits_that_their_error_leaves(mean, error, text):
-    assert with_error(mean, error) == text
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -423,8 +402,8 @@ def test_the_page_in_a_browser(browser, page, width, dark, tmp_path):
     assert 0.4 < colour_share(shot, background) < 0.99
     if not dark:
         assert all(
-            colour_share(shot, look[1]) > 1e-4
-            for look in (STYLES[name] for name in ("ftml", "ftl", "toe", "scratch", "ftml-last"))
+            colour_share(shot, look.colour) > 1e-4
+            for look in (METHODS[name].style for name in ("ftml", "ftl", "toe", "scratch", "ftml-last"))
         )
     assert browser.messages == []
     assert browser.requests == [page.as_uri()]

@@ -5,12 +5,14 @@ import os
 
 import pytest
 import torch
+from made_records import made_config
 
 from metaleader.evaluate import Record
 from metaleader.runs import folder as runs
-from metaleader.runs.folder import Run, read_config, read_records, read_times
+from metaleader.runs.folder import read_config, read_records, read_times
+from metaleader.runs.run import Run
 
-CONFIG = {"methods": ["ftml", "toe"], "seeds": 2}
+CONFIG = made_config(preset="mine", methods=["ftml", "toe"], seeds=2)
 
 
 def record(t, datapoints, loss=0.5, **more):
@@ -78,7 +80,9 @@ def test_a_full_disk_says_how_to_go_on(tmp_path, monkeypatch):
     with begun(tmp_path) as run:
         save(run, "ftml", 1)
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match=rf"records.csv \(No space .*make room, .*`metaleader resume {tmp_path}`"):
+        with pytest.raises(
+            OSError, match=rf"records.csv \(No space .*free disk space, .*`metaleader resume {tmp_path}`"
+        ):
             save(run, "ftml", 2)
         monkeypatch.undo()
         found = run.checkpoint("ftml")
@@ -89,7 +93,7 @@ def test_a_full_disk_says_how_to_go_on(tmp_path, monkeypatch):
 
 def test_the_configuration_is_there_before_anything_is_played(tmp_path):
     with Run(tmp_path / "a" / "b", CONFIG):
-        assert read_config(tmp_path / "a" / "b") == {"format": 1, **CONFIG}
+        assert read_config(tmp_path / "a" / "b") == {**CONFIG}
         assert not (tmp_path / "a" / "b" / "records.csv").exists()
 
 
@@ -117,7 +121,7 @@ def test_a_second_process_is_refused_and_a_dead_one_forgotten(tmp_path):
 def test_a_refused_folder_is_not_left_locked(tmp_path):
     with begun(tmp_path):
         pass
-    with pytest.raises(ValueError, match="already holds a run: go on with `metaleader resume"):
+    with pytest.raises(ValueError, match="already holds a run: continue it with `metaleader resume"):
         Run(tmp_path, CONFIG)
     with Run(tmp_path):
         pass
@@ -132,7 +136,7 @@ def test_rewinding_cuts_what_came_after_the_last_checkpoint(tmp_path):
     (tmp_path / "checkpoint" / ".toe.safetensors.abc.part").write_bytes(b"half")
     with open(tmp_path / "times.csv", "a") as file:
         file.write("ftml,1,9.0,9.0\n")
-    with pytest.raises(ValueError, match="cut in the middle of its last line; `metaleader resume"):
+    with pytest.raises(ValueError, match="ends in the middle of a line; `metaleader resume"):
         read_records(tmp_path)
     with Run(tmp_path) as run:
         run.rewind(2, ["loss_1"])
@@ -147,10 +151,13 @@ def test_records_shorter_than_the_checkpoint_says_are_refused(tmp_path):
         save(run, "ftml", 1)
     length = os.path.getsize(tmp_path / "records.csv")
     os.truncate(tmp_path / "records.csv", length - 5)
-    with Run(tmp_path) as run, pytest.raises(ValueError, match=f"was cut: it has {length - 5} bytes, and {length} "):
+    with (
+        Run(tmp_path) as run,
+        pytest.raises(ValueError, match=f"was truncated: it has {length - 5} bytes, but had {length} "),
+    ):
         run.rewind(2)
     (tmp_path / "records.csv").unlink()
-    with Run(tmp_path) as run, pytest.raises(ValueError, match="was cut: it has 0 bytes"):
+    with Run(tmp_path) as run, pytest.raises(ValueError, match="was truncated: it has 0 bytes"):
         run.rewind(2)
 
 
@@ -160,7 +167,7 @@ def test_records_shorter_than_the_checkpoint_says_are_refused(tmp_path):
         (b"ftml,0,online,0,t\n", "row 2 of .* is damaged"),
         (b"ftml,zero,online,0,t,1,1,,,\n", "row 2 of .* is damaged .*'zero'"),
         (b"\xff\xfe\n", "is not a table"),
-        (b"ftml,0,online,0,t,1,1,,,", "cut in the middle of its last line"),
+        (b"ftml,0,online,0,t,1,1,,,", "ends in the middle of a line"),
     ],
 )
 def test_damaged_records_are_refused(tmp_path, line, message):
@@ -190,7 +197,12 @@ def test_other_tables_are_refused(tmp_path):
         ('{"format": 1, "meth', "is not the configuration of a run"),
         ("[]", "is not the configuration of a run"),
         (json.dumps({"name": "my own"}), "is not the configuration of a run"),
-        (json.dumps({"format": 1, "methods": "ftml"}), "its methods are 'ftml'"),
+        (json.dumps({"format": 1, "methods": []}), "is damaged: it has no preset"),
+        (json.dumps({**CONFIG, "methods": "ftml"}), "is damaged: its methods is 'ftml'"),
+        (json.dumps({**CONFIG, "methods": [1]}), r"is damaged: its methods is \[1\]"),
+        (json.dumps({**CONFIG, "schedule": "slow"}), "is damaged: its schedule is 'slow'"),
+        (json.dumps({**CONFIG, "settings": None}), "is damaged: its settings is None"),
+        (json.dumps({**CONFIG, "settings": {}}), "is damaged: it has no meta_steps"),
     ],
 )
 def test_a_configuration_that_cannot_be_read_is_refused_and_left_alone(tmp_path, text, message):

@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 import tiny
+from made_records import made_settings
 
 from metaleader import cli, experiment
 from metaleader.experiment import Experiment, join_experiments, run_experiment
 from metaleader.presets import PRESETS
-from metaleader.runs.folder import Run, read_config, read_times
+from metaleader.runs.folder import read_config, read_times
+from metaleader.runs.run import Run
 
 ALL = ("ftml", "toe", "scratch")
 
@@ -67,10 +69,10 @@ def test_joined_runs_are_the_run_of_all_methods_at_once(runs, tmp_path, order):
 def test_where_the_runs_ran_is_kept_by_method_where_it_differs(runs, tmp_path):
     change(runs[1], hardware="another machine", data="elsewhere")
     join_experiments(runs, tmp_path / "joined")
-    config = read_config(tmp_path / "joined")
-    here = read_config(runs[0])["hardware"]
+    config, first = (json.loads((folder / "config.json").read_bytes()) for folder in (tmp_path / "joined", runs[0]))
+    here = first["hardware"]
     assert config["hardware"] == {"ftml": here, "toe": "another machine", "scratch": here}
-    assert config["versions"] == read_config(runs[0])["versions"]
+    assert config["versions"] == first["versions"]
 
 
 def test_a_join_that_was_killed_goes_on_with_resume(runs, tmp_path):
@@ -97,16 +99,16 @@ def test_the_command(runs, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"preset": "sinusoid"}, "one does not fit .*two: its preset is 'sinusoid', not 'tiny-nway'"),
+        ({"preset": "sinusoid"}, "one does not match .*two: its preset is 'sinusoid', not 'tiny-nway'"),
         ({"seeds": 5}, "its seeds is 5, not 2"),
         ({"schedule": "paper"}, "its schedule is 'paper', not 'standard'"),
         ({"tasks": 3}, "its tasks is 3, not 2"),
         ({"device": "cuda"}, "its device is 'cuda', not 'cpu'"),
-        ({"settings": {"meta_steps": 7, "learners": {"toe": {}}}}, "its settings is {'meta_steps': 7"),
-        ({"settings": None}, "its settings is None"),
+        ({"settings": made_settings(0.5)}, "its settings is {'meta_steps': 10"),
+        ({"settings": None}, "config.json is damaged: its settings is None"),
         ({"engines": {}}, r"a config.json in .* is damaged \(KeyError\('toe'\)\)"),
-        ({"methods": ["ftml"]}, "one has the method 'ftml', and so has a run before it"),
-        ({"methods": ["../toe"]}, "one has the unknown method '../toe'; there are ftml,"),
+        ({"methods": ["ftml"]}, "one has the method 'ftml', as a run before it does"),
+        ({"methods": ["../toe"]}, r"a config.json in .* is damaged \(KeyError\('../toe'\)\)"),
         ({"format": 2}, "has format 2, this release reads up to 1"),
     ],
 )
@@ -124,13 +126,13 @@ def refused(folders, tmp_path, message, error: type[Exception] = ValueError):
 def test_a_run_alone_or_twice_or_none(runs, tmp_path):
     refused([], tmp_path, "at least two run folders to join, got 0")
     refused(runs[:1], tmp_path, "at least two run folders to join, got 1")
-    refused([runs[0], runs[0]], tmp_path, "two has the method 'scratch', and so has a run before it")
+    refused([runs[0], runs[0]], tmp_path, "two has the method 'scratch', as a run before it does")
     refused([runs[0], tmp_path / "nowhere"], tmp_path, "no run in .*nowhere", FileNotFoundError)
 
 
 def test_an_unfinished_run(runs, tmp_path):
     (runs[0] / "checkpoint" / "ftml.safetensors").unlink()
-    refused(runs, tmp_path, "two is not finished: ftml goes on with `metaleader resume .*two`")
+    refused(runs, tmp_path, "two is not finished: continue ftml with `metaleader resume .*two`")
 
 
 def test_a_run_that_stopped_between_rounds(runs, tmp_path, monkeypatch):
@@ -144,7 +146,7 @@ def test_a_run_that_stopped_between_rounds(runs, tmp_path, monkeypatch):
         patch.setattr(experiment, "play_together", stopped_in_the_second)
         with pytest.raises(KeyboardInterrupt):
             play(tmp_path / "stopped", "toe")
-    refused([runs[0], tmp_path / "stopped"], tmp_path, "stopped is not finished: toe goes on")
+    refused([runs[0], tmp_path / "stopped"], tmp_path, "stopped is not finished: continue toe")
     experiment.resume_experiment(tmp_path / "stopped")
     join_experiments([runs[0], tmp_path / "stopped"], tmp_path / "joined")
 
@@ -153,7 +155,7 @@ def test_records_that_are_not_whole(runs, tmp_path):
     text = (runs[1] / "records.csv").read_bytes()
     for cut in (text[: text.rindex(b"\n", 0, -1) + 1], text[: text.index(b"\n") + 1]):
         (runs[1] / "records.csv").write_bytes(cut)
-        refused(runs, tmp_path, "one/records.csv is not as long as its checkpoint says")
+        refused(runs, tmp_path, "one/records.csv does not have the length that its checkpoint states")
     os.unlink(runs[1] / "records.csv")
     refused(runs, tmp_path, "no records in", FileNotFoundError)
 

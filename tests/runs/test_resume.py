@@ -315,7 +315,7 @@ def test_an_interrupt_says_how_to_resume(whole, tmp_path, presets):
     process.send_signal(signal.SIGCONT)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
-    assert f"Go on with: metaleader resume {folder}" in out
+    assert f"Continue with: metaleader resume {folder}" in out
     assert error == "metaleader: interrupted\n"
     assert size(folder / "records.csv") >= saved > 0
     resume_experiment(folder)

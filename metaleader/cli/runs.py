@@ -1,0 +1,94 @@
+"""The commands for run folders: `run`, `resume`, `join`, `report` and `verify`."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Column, Table
+
+from metaleader.experiment import Experiment, join_experiments, resume_experiment, run_experiment
+from metaleader.report.claims import check_claims
+from metaleader.report.page import write_report
+
+Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
+Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+
+_COLOURS = {"agrees": "green", "disagrees": "bold red", "undecided": "yellow"}
+
+
+def run(
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")] = Experiment(),  # noqa: B008
+    *,
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
+) -> None:
+    """Run all methods of an experiment over the same streams; write records, figures and a report into a folder.
+
+    Args:
+        experiment: the experiment.
+        out: The run folder; runs/PRESET if not given.
+    """
+    run_experiment(experiment, out or Path("runs") / experiment.preset)
+
+
+def resume(folder: Folder) -> None:
+    """Continue a run that was stopped by Ctrl-C, a kill or a power failure; the result is the same as without the stop.
+
+    Args:
+        folder: the run folder.
+    """
+    resume_experiment(folder)
+
+
+def join(folders: Folders, *, out: Annotated[Path, tyro.conf.arg(metavar="NEW")]) -> None:
+    """Join finished runs of one experiment, each of different methods, into one run.
+
+    Methods can then run as separate processes or on separate machines. Preset, schedule, seeds, tasks and settings must
+    be equal.
+
+    Args:
+        folders: run folders, all finished; they are not changed.
+        out: the new run folder.
+    """
+    join_experiments(folders, out)
+
+
+def report(
+    folders: Folders, *, out: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+) -> None:
+    """Compare runs in one self-contained HTML page: figures, tables, checks of claims, configuration.
+
+    Args:
+        folders: run folders, finished or not.
+        out: the page to write; report.html in the first folder if not given.
+    """
+    # `runs/*` may match folders without a run: they are skipped, unless there is no run at all.
+    runs = [folder for folder in folders if (folder / "records.csv").is_file()] or list(folders)
+    for folder in folders:
+        if folder not in runs:
+            print(f"note: {folder} holds no records and is left out", file=sys.stderr)
+    print(write_report(runs, out).resolve())
+
+
+def verify(folder: Folder) -> int:
+    """Test the paper's claims on a run: each agrees, disagrees or is undecided, by margins fixed before any run.
+
+    Args:
+        folder: the run folder.
+
+    Returns:
+        The exit status: 1 if a claim disagrees.
+    """
+    claims = check_claims(folder)
+    title = "claims, with the 90 % interval over paired seeds"
+    table = Table(Column("claim", ratio=1), "effect", "interval", "claimed", "verdict", title=title, show_lines=True)
+    for claim in claims:
+        table.add_row(claim.text, *claim.cells(), f"[{_COLOURS[claim.verdict]}]{claim.verdict}[/]")
+    Console().print(table)
+    count = Counter(claim.verdict for claim in claims)
+    print(f"{count['agrees']} agree, {count['disagrees']} disagree, {count['undecided']} undecided")
+    return 1 if count["disagrees"] else 0
