@@ -56,7 +56,7 @@ def test_run_then_resume(status, tmp_path):
         (["sinusiod"], ["unknown preset 'sinusiod'; did you mean 'sinusoid'?", "rainbow-digits"]),
         (["tiny", "--methods", "ftml,sratch"], ["unknown method 'sratch'; did you mean 'scratch'?"]),
         (["tiny", "--methods", ","], ["name at least one method"]),
-        (["tiny", "--device", "cuda:77"], ["device 'cuda:77' is not there"]),
+        (["tiny", "--device", "cuda:77"], ["device 'cuda:77' does not exist"]),
         (["tiny", "--device", "tpu7"], ["unknown device 'tpu7'; use cpu, cuda or auto"]),
         (["tiny", "--seeds", "0"], ["must be at least 1, got 0"]),
         (["tiny", "--engine", "captured", "--device", "cpu"], ["needs a CUDA device"]),
@@ -108,7 +108,7 @@ def test_configurations_that_cannot_be_resumed(status, tmp_path, fields, parts):
 def test_a_run_of_a_gpu_where_there_is_none(status, tmp_path):
     assert status(*RUN, tmp_path)[0] == 0
     change(tmp_path, device="cuda")
-    refused(status("resume", tmp_path), "device 'cuda' is not there")
+    refused(status("resume", tmp_path), "device 'cuda' does not exist")
 
 
 def test_records_that_were_cut(status, tmp_path, monkeypatch):
