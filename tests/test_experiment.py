@@ -140,7 +140,7 @@ def test_choices_are_made_and_names_checked():
         (Experiment("tiny", tasks=0), "seeds and tasks must be at least 1, got 3 and 0"),
         (Experiment("tiny", device="gpu"), "unknown device 'gpu'"),
         (Experiment("tiny", device="meta"), "runs need device cpu, cuda or auto, got 'meta'"),
-        (Experiment("tiny", device="cuda:99"), "device 'cuda:99' is not there"),
+        (Experiment("tiny", device="cuda:99"), "device 'cuda:99' does not exist"),
     ):
         with pytest.raises(ValueError, match="^" + message.replace("?", r"\?")):
             checked(wrong)
