@@ -11,7 +11,7 @@ from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.rows import recency
 from metaleader.tasks import Batch, Task, TaskStream
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FTL",

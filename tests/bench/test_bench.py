@@ -188,7 +188,7 @@ def test_a_chain_is_faster_than_the_loop() -> None:
     objective = objective_of(work)
     assert update.program(objective.network, "eager") == "eager chain"
     inputs = work.inputs(CPU)
-    chain = functools.partial(Engine("eager").gradient, objective, *inputs, None)
+    chain = functools.partial(engine_gradient, Engine("eager"), objective, *inputs)
     loop = functools.partial(peers.loop_gradient, work, *first(inputs))
     chain()
     ratios = [seconds(loop, CPU) / seconds(chain, CPU) for _ in range(7)]

@@ -770,10 +770,17 @@ def test_an_interrupt_while_results_are_written_leaves_the_learner(
 
 
 def test_an_optimiser_may_keep_states_of_any_shape() -> None:
-    learner = learned(optimizer=torch.optim.Adafactor)
+    """A state of row and column factors is restored, and the update after it is that of a learner that did not stop."""
+    learner, other = (learned(optimizer=torch.optim.Adafactor) for _ in range(2))
     learner.update(2)
-    learner.load_state_dict(learner.state_dict())
-    learner.update(1)
+    other.load_state_dict(learner.state_dict())
+    slots = learner.state_dict()["optimizer"]["state"]["0"]
+    assert slots["row_var"].shape != learner.params[next(iter(learner.params))].shape
+    before = learner.state.flat
+    for one in (learner, other):
+        one.update(1)
+    assert not torch.equal(learner.state.flat, before)
+    assert not differences(learner.state_dict(), other.state_dict())
 
 
 # A bounded memory.
