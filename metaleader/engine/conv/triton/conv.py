@@ -267,7 +267,7 @@ def descend_kernel(
 ):  # fmt: skip
     """Subtract the sum of the partial sums from BASE, multiplied by step sizes with RATED; without BASED, the sum."""
     b = tl.program_id(1).to(tl.int64)
-    # Per block of a layer's parameters: begin, end, offset of its first partial sum, distance to the next, their number.
+    # Per block of parameters: begin, end, offset of its first partial sum, distance to the next, their number.
     where = WHERE + tl.program_id(0) * 5
     i = tl.multiple_of(tl.load(where), 16) + tl.arange(0, BLOCK)
     ok = i < tl.multiple_of(tl.load(where + 1), 16)

@@ -237,7 +237,7 @@ class TritonPasses:
 
 
 class _Beside:
-    """A second CUDA stream, joined with the current one at exit; without CUDA (Triton's interpreter) it does nothing."""
+    """A second CUDA stream, joined with the current one at exit; without CUDA (Triton's interpreter) a no-op."""
 
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
