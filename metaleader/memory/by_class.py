@@ -151,9 +151,9 @@ class ClassBuffer:
         num_ways = len(self.ways)
         if not num_ways or len(counts) < num_ways:
             return None
-        for what, size in (("support", support), ("query", query)):
+        for name, size in (("support", support), ("query", query)):
             if size % num_ways:
-                raise ValueError(f"{what} must be a multiple of the {num_ways} classes of a task, got {size}")
+                raise ValueError(f"{name} must be a multiple of the {num_ways} classes of a task, got {size}")
         shape, width = (len(steps), tasks, num_ways), (support + query) // num_ways
         generators = [rng("draw", seed, step) for step in steps]
         races = np.stack([g.random((tasks, len(counts))) for g in generators])
