@@ -1,4 +1,4 @@
-"""The play: Algorithm 1 of the paper as a generator of records, and the regret protocol of its section 3."""
+"""Algorithm 1 of the paper and the regret protocol of its section 3, as generators of records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
 
 ADAPTATION_STEPS = 5
 
-# Parts of the outputs by name, as slices of their columns
+# Groups of output columns by name, as slices
 Parts = Mapping[str, slice]
 NO_PARTS: Parts = MappingProxyType({})
 
@@ -29,16 +29,17 @@ class Record:
     """One measurement on held-out data.
 
     Attributes:
-        protocol: "online" (Algorithm 1) or "regret" (section 3: the learner had not trained on this task).
+        protocol: "online" (Algorithm 1) or "regret" (section 3: the learner has not trained on this task).
         round: t, from 0.
         task: the task's name.
         datapoints: the size of D_t.
-        loss: the mean loss on the held-out data, without label smoothing, batch norm by the test batch as in the paper.
+        loss: the mean loss on the held-out data, without label smoothing; batch norm uses the statistics of the test
+            batch, as in the paper.
         accuracy: the fraction classified correctly; None for regression.
-        needed: the datapoints at the first record of this round that met the threshold; None while none has.
-        more: the same for other numbers of adaptation steps (`loss_1`, `accuracy_1`, ...), and, where the net has batch
-            norm, with statistics of D_t (`loss_task`, `accuracy_task`); the losses of parts of the outputs, where asked
-            for. For tasks with ids, `new_datapoints`: how many of D_t's datapoints no earlier task had.
+        needed: the number of datapoints at the first record of this round that met the threshold; None before that.
+        more: loss and accuracy for other numbers of adaptation steps (`loss_1`, `accuracy_1`, ...); if the net has
+            batch norm, with the statistics of D_t (`loss_task`, `accuracy_task`); the losses of the `parts` of the
+            outputs; for tasks with ids, `new_datapoints`, the number of datapoints of D_t that no earlier task had.
     """
 
     protocol: Literal["online", "regret"]
@@ -52,22 +53,23 @@ class Record:
 
 
 def play(learner: Any, stream: TaskStream | Sequence[Task], reveal: int = 20, **options: Any) -> Iterator[Record]:
-    """Play a stream: reveal data, let the learner observe, adapt, measure on held-out data.
+    """Play a stream: reveal data, let the learner observe and adapt, and measure on held-out data.
 
-    The learner receives training batches only. In the regret protocol w_t is fixed while round t is measured: the data
+    The learner receives only training batches. In the regret protocol w_t is fixed while round t is measured: the data
     is only stored, and the updates of the round are made when the next round begins. `Scratch`, which has no w_t, is
     trained on the data of the round.
 
     Args:
-        learner: changed as it learns.
+        learner: the learner; it is changed in place.
         stream: a sequence of tasks.
-        reveal: datapoints revealed at a time.
-        options: `reveals`, how many reveals of a task are used; `gamma`, the threshold of proficiency; `steps`, the
-            numbers of adaptation steps to measure, 5 if not given, whatever the learner's own; `start`, the first round
-            to play, for a learner that was loaded; and the others of `metaleader.evaluate.play_together`.
+        reveal: datapoints per reveal.
+        options: `reveals`, the number of reveals per task; `gamma`, the threshold of proficiency; `steps`, the numbers
+            of adaptation steps to measure, 5 by default, independent of the learner's `inner_steps`; `start`, the first
+            round to play, for a learner that was loaded; and the other options of
+            `metaleader.evaluate.play_together`.
 
     Yields:
-        A record for each measured reveal.
+        One record per measured reveal.
     """
     for (record,) in play_together([learner], [stream], reveal, **options):
         yield record
@@ -87,39 +89,42 @@ def play_together(
     parts: Parts = NO_PARTS,
     start: int = 0,
 ) -> Iterator[list[Record]]:
-    """Play streams of one shape side by side, each with its own learner; several are updated as one program.
+    """Play one stream per learner in lockstep; two or more learners are updated as one batched program.
 
     Args:
-        learners: of one kind and shape, each changed as it learns.
-        streams: one for each learner.
-        reveal: datapoints revealed at a time.
-        reveals: how many reveals of a task are used; all if None.
+        learners: learners of the same type and shape; they are changed in place.
+        streams: one stream per learner, all of the same length and with tasks of equal size.
+        reveal: datapoints per reveal.
+        reveals: the number of reveals per task; all if None.
         gamma: the threshold of proficiency: an accuracy to reach, or for regression a loss.
-        steps: the number of adaptation steps to measure, or several; the first is the record's own, others go to
-            `more`.
-        measure_at: measure only at these sizes of D_t; at every reveal if None.
-        regret: follow the regret protocol.
-        loss: the loss to report; the learner's own without label smoothing if None.
-        parts: names of parts of the outputs whose loss is reported by itself too, as `loss_NAME` in `more`.
-        start: the first round to play, for a learner that was restored or had earlier tasks preloaded.
+        steps: one or more numbers of adaptation steps to measure; the first gives `loss` and `accuracy`, the others
+            are in `more`.
+        measure_at: sizes of D_t to measure at; every reveal if None.
+        regret: whether to follow the regret protocol.
+        loss: the loss to report; if None, the learner's loss without label smoothing.
+        parts: slices of the outputs by name; the loss of each is reported as `loss_NAME` in `more`.
+        start: the first round to play, for a learner that was restored or for which earlier tasks were preloaded.
 
     Yields:
-        For each measured reveal, one record a learner.
+        For each measured reveal, a list of one record per learner.
     """
     if reveal < 1 or (reveals is not None and reveals < 1):
         raise ValueError(f"reveal and reveals must be at least 1, got {reveal} and {reveals}")
     steps = [int(steps)] if isinstance(steps, int | np.integer) else steps
     if not steps or any(not isinstance(number, int | np.integer) or number < 0 for number in steps):
-        raise ValueError(f"steps must be one or more numbers of adaptation steps, 0 or more each; got {steps}")
-    taken = {"task", *map(str, steps)} & parts.keys()
-    if taken:
+        raise ValueError(f"steps must be one or more numbers of adaptation steps, each 0 or more; got {steps}")
+    reserved = {"task", *map(str, steps)} & parts.keys()
+    if reserved:
         raise ValueError(
-            f"parts of the outputs cannot be named {sorted(taken)}: records have other losses of that name"
+            f"parts of the outputs cannot be named {sorted(reserved)}: records have other losses of that name"
         )
     if any(not hasattr(stream, "__len__") for stream in streams):
         raise ValueError("a stream must have a length and be indexed by round: pass a list of tasks, not an iterator")
     if len({len(stream) for stream in streams}) != 1 or len(streams) != len(learners):
-        raise ValueError("there must be one stream a learner, all of the same length")
+        raise ValueError(
+            "there must be one stream per learner, all of the same length; got"
+            f" {len(streams)} streams of {[len(stream) for stream in streams]} tasks for {len(learners)} learners"
+        )
     if len(streams[0]) == 0:
         raise ValueError("the stream has no tasks")
     if not 0 <= start <= len(streams[0]):
@@ -132,10 +137,10 @@ def play_together(
         pairs = list(zip(learners, tasks, strict=True))
         for learner, task in pairs:
             _begin(learner, task)
-        # A learner that starts anew in every round trains on D_t alone: its updates are its adaptation.
+        # A learner that restarts in every round trains only on D_t: its updates are its adaptation.
         update = not regret or all(getattr(learner, "restarts", False) for learner in learners)
         if not update and t > 0:
-            # Task t-1 is now a past task, also for a learner that trains on past tasks alone.
+            # Task t-1 is now a past task, also for a learner that trains only on past tasks.
             for _ in range(0, _revealed(streams[0][t - 1], reveal, reveals), reveal):
                 _update(learners)
         needed: list[int | None] = [None] * len(tasks)
@@ -160,16 +165,17 @@ def play_together(
 
 
 def preload(learner: Any, stream: TaskStream | Sequence[Task], tasks: int, datapoints: int | None = None) -> None:
-    """Warm start: keep the first tasks of a stream in the learner's memory, without updates; then play from there on.
+    """Warm start: store the first tasks of a stream in the learner's memory without updates.
 
-    The authors' warm starts: `preload(learner, stream, 20, 200)` and `play(..., start=20)` on Rainbow and pose, and
-    `preload(learner, stream, 16)`, the first 20 classes, with `start=16` on 5-way CIFAR-100.
+    Play the remaining tasks with the option `start`. The authors' warm starts are `preload(learner, stream, 20, 200)`
+    and `play(..., start=20)` on Rainbow and pose, and `preload(learner, stream, 16)`, the first 20 classes, with
+    `start=16` on 5-way CIFAR-100.
 
     Args:
-        learner: gets the data.
+        learner: the learner that observes the data.
         stream: a sequence of tasks.
-        tasks: how many.
-        datapoints: how many of each task; all if None.
+        tasks: the number of tasks.
+        datapoints: the number of datapoints per task; all if None.
     """
     if not 0 <= tasks <= len(stream) or (datapoints is not None and datapoints < 1):
         raise ValueError(
@@ -190,19 +196,19 @@ def measure_together(
     steps: Sequence[int] = (ADAPTATION_STEPS,),
     parts: Parts = NO_PARTS,
 ) -> list[dict[str, float]]:
-    """What `measure` finds of learners of one shape, as one program where the learners adapt the library's way."""
-    own = all(isinstance(learner, Learner) and type(learner).adapt is Learner.adapt for learner in learners)
-    predictions = predict_together(learners, [test.x for test in tests], steps) if own else None
+    """Results of `measure` for learners of the same shape, as one batched program if none overrides `adapt`."""
+    batched = all(isinstance(learner, Learner) and type(learner).adapt is Learner.adapt for learner in learners)
+    predictions = predict_together(learners, [test.x for test in tests], steps) if batched else None
     if predictions is None:
         return [measure(learner, test, metric, steps, parts) for learner, test in zip(learners, tests, strict=True)]
-    found = []
+    scores = []
     for r, test in enumerate(tests):
         values: dict[str, Tensor] = {}
         for name, prediction in predictions.items():
             values |= _scores(prediction[r], test, metric, parts, "" if name == str(steps[0]) else f"_{name}")
-        found.append(values)
-    numbers = torch.stack([torch.stack([value.double() for value in values.values()]) for values in found]).tolist()
-    return [dict(zip(values, row, strict=True)) for values, row in zip(found, numbers, strict=True)]
+        scores.append(values)
+    numbers = torch.stack([torch.stack([value.double() for value in values.values()]) for values in scores]).tolist()
+    return [dict(zip(values, row, strict=True)) for values, row in zip(scores, numbers, strict=True)]
 
 
 @torch.no_grad()
@@ -213,7 +219,7 @@ def measure(
     steps: Sequence[int] = (ADAPTATION_STEPS,),
     parts: Parts = NO_PARTS,
 ) -> dict[str, float]:
-    """Adapt, then loss and accuracy on held-out data, for each number of steps; all values in one transfer."""
+    """Adapt, then compute loss and accuracy on held-out data for each number of steps; one transfer to the host."""
     test = to_device(test, getattr(learner, "device", "cpu"))
     values: dict[str, Tensor] = {}
     for number, net in zip(steps, learner.adapt(steps=list(steps), statistics="batch"), strict=True):
@@ -234,10 +240,12 @@ def _scores(prediction: Tensor, test: Batch, metric: Loss, parts: Parts, suffix:
     scores = {f"loss{suffix}": metric(prediction, test.y).mean()}
     if takes_labels(metric) or (_integers(test.y) and prediction.ndim == 2 and prediction.shape[1] > 1):
         scores[f"accuracy{suffix}"] = (prediction.argmax(1) == test.y).float().mean()
-    for name, of in () if suffix else parts.items():  # of the record's own number of steps
-        if prediction.ndim != 2 or not prediction[:, of].numel():
-            raise ValueError(f"there is no part {name!r} ({of}) of outputs {tuple(prediction.shape)}: check `parts`")
-        scores[f"loss_{name}"] = metric(prediction[:, of], test.y[:, of]).mean()
+    for name, columns in () if suffix else parts.items():  # for the first number of steps only
+        if prediction.ndim != 2 or not prediction[:, columns].numel():
+            raise ValueError(
+                f"there is no part {name!r} ({columns}) of outputs {tuple(prediction.shape)}: check `parts`"
+            )
+        scores[f"loss_{name}"] = metric(prediction[:, columns], test.y[:, columns]).mean()
     return scores
 
 
@@ -246,20 +254,20 @@ def _integers(y: Any) -> bool:
 
 
 def _begin(learner: Any, task: Task) -> None:
-    # A learner of the user's own need not know of classes and ids.
+    # A user-defined learner need not accept `classes`.
     if task.classes is None:
         learner.begin(task.name)
     else:
         learner.begin(task.name, classes=task.classes)
 
 
-def _observe(learners: Sequence[Any], tasks: Sequence[Task], part: slice, update: bool) -> None:
-    alone = len(learners) == 1
+def _observe(learners: Sequence[Any], tasks: Sequence[Task], datapoints: slice, update: bool) -> None:
+    single = len(learners) == 1
     for learner, task in zip(learners, tasks, strict=True):
-        batch = rows(task.train, part)
-        ids = {} if task.ids is None else {"ids": task.ids[part]}
-        learner.observe(batch.x, batch.y, update=update and alone, **ids)
-    if update and not alone:
+        batch = rows(task.train, datapoints)
+        ids = {} if task.ids is None else {"ids": task.ids[datapoints]}
+        learner.observe(batch.x, batch.y, update=update and single, **ids)
+    if update and not single:
         update_together(learners)
 
 
@@ -294,5 +302,5 @@ def _check_tasks(tasks: Sequence[Any], t: int) -> None:
     sizes = {num_rows(task.train) for task in tasks}
     if len(sizes) > 1:
         raise ValueError(
-            f"streams side by side must have tasks of equal size; round {t} has {sorted(sizes)} datapoints"
+            f"streams played together must have tasks of equal size; round {t} has {sorted(sizes)} datapoints"
         )

@@ -1,4 +1,4 @@
-"""The benchmark: what an update costs, how exact it is, and what it needs, on random images of the paper's shapes."""
+"""The benchmark: time, accuracy and memory of an update, on random images of the paper's shapes."""
 
 from metaleader.bench.report import run_bench
 

@@ -1,8 +1,8 @@
-"""How exact a gradient is: its distance to `meta_gradient` in float64, task by task.
+"""The error of a gradient: its distance to `meta_gradient` in float64, task by task.
 
-An activation within rounding of zero can get another sign in float32, and ReLU's derivative is then that of the other
-side: the gradient of that task is off by up to some per cent, in any mode, and with it the mean over tasks. So the
-error is taken of each task alone, and its median says how exact the computation is.
+The sign of an activation within rounding of zero can differ in float32, which changes the derivative of ReLU there. The
+gradient of that task, and so the mean over tasks, is then wrong by up to a few per cent in any mode. The error is
+therefore computed per task, and its median measures the accuracy of the computation.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ from metaleader.gradient.selection import Params
 from metaleader.nets.functional import scale_uint8
 from metaleader.tasks import Batch, double
 
-# Rounding alone stays below this, also for pose; a changed sign seldom does.
+# Rounding errors are smaller, also for pose; the error of a changed sign is mostly larger.
 _LARGE = 1e-4
 
 
 def measure_errors(
     work: Work, engine: Engine, objective: Objective, device: torch.device, draws: int = 5
 ) -> dict[str, Any]:
-    """Errors of an engine's gradient in float32, relative, over all parameters.
+    """Relative errors of an engine's gradient in float32, over all parameters.
 
     Returns:
-        `error_vs_float64`, the median over the tasks of all draws, each task's gradient taken alone; the largest; the
-        part of the tasks whose error is above 1e-4; and `error_vs_float64_mean_gradient`, of the mean over tasks as an
-        update takes it, the median over draws and the largest.
+        For the gradient of each task, over the tasks of all draws: `error_vs_float64`, the median error; the largest
+        error; and the fraction of tasks whose error is above 1e-4. For the mean gradient over tasks, as in an update,
+        over draws: `error_vs_float64_mean_gradient`, the median error; and the largest error.
     """
-    alone: list[float] = []
-    mean: list[float] = []
+    task_errors: list[float] = []
+    mean_errors: list[float] = []
     for draw in range(draws):
         inputs = work.inputs(device, draw)
         separate = one_task_each(inputs)
         exact = exact_gradient(objective, doubled(separate))
-        found = gradient(engine, objective, *separate)
-        alone += [distance(_at(found, i), _at(exact, i)) for i in range(work.seeds * work.tasks)]
+        computed = gradient(engine, objective, *separate)
+        task_errors += [distance(_at(computed, i), _at(exact, i)) for i in range(work.seeds * work.tasks)]
         exact_mean = {name: value.unflatten(0, (work.seeds, -1)).mean(1) for name, value in exact.items()}
-        mean.append(distance(gradient(engine, objective, *inputs), exact_mean))
+        mean_errors.append(distance(gradient(engine, objective, *inputs), exact_mean))
     return {
-        "error_vs_float64": statistics.median(alone),
-        "error_vs_float64_max": max(alone),
-        "error_above_1e-4": sum(error > _LARGE for error in alone) / len(alone),
-        "error_vs_float64_mean_gradient": statistics.median(mean),
-        "error_vs_float64_mean_gradient_max": max(mean),
+        "error_vs_float64": statistics.median(task_errors),
+        "error_vs_float64_max": max(task_errors),
+        "error_above_1e-4": sum(error > _LARGE for error in task_errors) / len(task_errors),
+        "error_vs_float64_mean_gradient": statistics.median(mean_errors),
+        "error_vs_float64_mean_gradient_max": max(mean_errors),
         "error_draws": draws,
     }
 
 
-def distance(found: Params, exact: Params) -> float:
-    """The relative distance of two gradients, over all parameters."""
-    apart = torch.stack([(found[name].double() - exact[name].double()).norm() for name in exact]).norm()
-    return float(apart / torch.stack([value.double().norm() for value in exact.values()]).norm())
+def distance(computed: Params, exact: Params) -> float:
+    """The distance of a gradient to the exact one, relative to its norm, over all parameters."""
+    difference = torch.stack([(computed[name].double() - exact[name].double()).norm() for name in exact]).norm()
+    return float(difference / torch.stack([value.double().norm() for value in exact.values()]).norm())
 
 
 def one_task_each(inputs: Inputs) -> Inputs:
-    """Each task as the only one of a learner of its own: one call of the engine then gives every task's gradient."""
+    """Give each task its own learner, so that one call of the engine returns the gradient of every task."""
     params, support, query = inputs
     num_tasks = query.y.shape[1]
     repeated = {name: value.repeat_interleave(num_tasks, 0) for name, value in params.items()}
@@ -73,21 +73,21 @@ def one_task_each(inputs: Inputs) -> Inputs:
 
 
 def gradient(engine: Engine, objective: Objective, params: Params, support: Batch, query: Batch) -> Params:
-    """The gradients that an engine gives, by name; every tensor has a leading learner dimension."""
+    """The gradients computed by an engine, by name; every tensor has a leading learner dimension."""
     layout = objective.layout
     return layout.named(engine.gradient(objective, layout.flat(params), support, query, None)[1])
 
 
 @torch.no_grad()
 def exact_gradient(objective: Objective, inputs: Inputs) -> Params:
-    """The gradients of learners by `meta_gradient` itself."""
+    """The gradients computed by `meta_gradient`, batched over learners."""
     inner = objective.inner
     exact = functools.partial(meta_gradient, objective.network.loss_fn, inner_lr=inner.lr, inner_steps=inner.steps)
     return vmap(lambda params, support, query: exact(params, support, query)[1])(*inputs)
 
 
 def doubled(inputs: Inputs) -> Inputs:
-    """The same numbers in float64."""
+    """The inputs converted to float64."""
     params, support, query = inputs
     scaled = [batch._replace(x=scale_uint8(batch.x)) for batch in (support, query)]
     return double(params), double(scaled[0]), double(scaled[1])

@@ -1,4 +1,4 @@
-"""What else is measured beside an update: TF32, memory, the buffer, a whole stream, the start of a process."""
+"""Measurements other than an update: TF32, memory, the buffer, a whole stream, the start of a process."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from metaleader.tasks import Batch, Task, rng
 
 
 def measure_tf32(work: Work, device: torch.device, draws: int = 5) -> dict[str, Any]:
-    """The error of the gradient with TF32 on, which it never is unless asked for; the engine is eager."""
+    """The error of the eager gradient with TF32 on; TF32 is off by default."""
     if device.type != "cuda":
-        return {"skipped": "TF32 is of CUDA devices"}
+        return {"skipped": "TF32 needs a CUDA device"}
     objective = _objective(work, device)
     with tf32(True):
         errors = measure_errors(work, Engine("eager", device=device), objective, device, draws)
@@ -45,13 +45,13 @@ def measure_tf32(work: Work, device: torch.device, draws: int = 5) -> dict[str, 
 def measure_memory(work: Work, device: torch.device, few: int = 2, many: int = 20) -> dict[str, Any]:
     """Peak GPU memory of a gradient with many inner steps and with few, including the memory held before it."""
     if device.type != "cuda":
-        return {"skipped": "only the CUDA allocator tells its peak"}
-    found: dict[str, Any] = {"inner_steps": [few, many]}
+        return {"skipped": "only the CUDA allocator reports its peak memory"}
+    result: dict[str, Any] = {"inner_steps": [few, many]}
     modes: tuple[Mode, ...] = ("eager", "compiled")
     for mode in modes:
         peaks = [_peak(replace(work, inner_steps=steps), device, mode) for steps in (few, many)]
-        found[mode] = {"peak_mib": [peak / 2**20 for peak in peaks], "ratio": peaks[1] / peaks[0]}
-    return found
+        result[mode] = {"peak_mib": [peak / 2**20 for peak in peaks], "ratio": peaks[1] / peaks[0]}
+    return result
 
 
 def _peak(work: Work, device: torch.device, mode: Mode) -> int:
@@ -73,7 +73,7 @@ def _objective(work: Work, device: torch.device) -> Objective:
 def measure_buffer(
     device: torch.device, few: int = 10, many: int = 10_000, datapoints: int = 1000, rounds: int = 15
 ) -> dict[str, Any]:
-    """What ten draws, gathered at once, and a whole update cost after many tasks of small datapoints, and after few."""
+    """The time of a draw, ten gathered at once, and of an update, with few and with many small tasks in memory."""
     functions: dict[str, Callable[[], Any]] = {}
     bytes_held: list[float] = []
     numbers = rng("bench", 0).random((2, datapoints, 1), dtype="float32")
@@ -91,9 +91,9 @@ def measure_buffer(
         bytes_held.append(held / (num_tasks * sum(leaf.nbytes for leaf in batch)))
         functions[f"draw_{name}_ms"] = functools.partial(_draw_and_gather, buffer)
         functions[f"update_{name}_ms"] = functools.partial(learner.update, 10)
-    found = {key: value / 10 for key, value in median_ms(functions, device, rounds).items()}
-    ratios = {f"{kind}_ratio": found[f"{kind}_many_ms"] / found[f"{kind}_few_ms"] for kind in ("draw", "update")}
-    return {"tasks": [few, many], "datapoints": datapoints, **found, **ratios, "bytes_of_data": max(bytes_held)}
+    times = {key: value / 10 for key, value in median_ms(functions, device, rounds).items()}
+    ratios = {f"{kind}_ratio": times[f"{kind}_many_ms"] / times[f"{kind}_few_ms"] for kind in ("draw", "update")}
+    return {"tasks": [few, many], "datapoints": datapoints, **times, **ratios, "bytes_of_data": max(bytes_held)}
 
 
 def _draw_and_gather(buffer: TaskBuffer) -> None:
@@ -105,11 +105,14 @@ def _draw_and_gather(buffer: TaskBuffer) -> None:
 def measure_stream(
     work: Work, device: torch.device, tasks: int = 56, datapoints: int = 900, reveal: int = 20, meta_steps: int = 10
 ) -> dict[str, Any]:
-    """A whole stream with FTML, measured at every reveal, after one task more in which everything is compiled.
+    """The time of a whole stream with FTML, measured at every reveal.
+
+    The stream has one additional first task, during which all programs are compiled.
 
     Returns:
-        What is paid once, apart: the first reveal, and the first task, that reveal and the measuring graphs of every
-        size of D_t included. Then, of the tasks after it: all, the updates, the measuring, and its part of all.
+        The one-time costs: the seconds of the first reveal, and of the first task, which include that reveal and the
+        measuring programs for every size of D_t. For the later tasks: the seconds in total, in updates and in
+        measuring, and the fraction spent in measuring.
     """
     clock = time.perf_counter
     engine = Engine(fast_mode(device), device=device)
@@ -121,7 +124,7 @@ def measure_stream(
 
     def timed(*args: Any, **options: Any) -> None:
         began.append(clock())
-        observe(*args, **options)  # waits for the device
+        observe(*args, **options)  # synchronises with the device
         observed.append(clock())
 
     learner.observe = timed
@@ -129,7 +132,7 @@ def measure_stream(
     stream = [Task(f"task {t}", *data(t)) for t in range(tasks + 1)]
     started = clock()
     for _ in play(learner, stream, reveal):
-        measured.append(clock())  # measuring ends in a transfer, which waits for the device
+        measured.append(clock())  # measuring ends with a transfer, which synchronises with the device
     once = len(measured) // len(stream)
     total = measured[-1] - measured[once - 1]
     updating = sum(end - start for start, end in zip(began[once:], observed[once:], strict=True))
@@ -152,7 +155,7 @@ def measure_start(device: torch.device) -> dict[str, Any]:
     """Seconds from the start of a process to its first update, with empty compile caches and with warm ones."""
     code = f"from metaleader.bench.measures import first_update; first_update({str(device)!r})"
     root = str(Path(__file__).parents[2])
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
         folders = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
         path = {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
@@ -164,13 +167,13 @@ def measure_start(device: torch.device) -> dict[str, Any]:
             if done.returncode:
                 return {"skipped": f"the process failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"}
             ran, _, finished = done.stdout.strip().rpartition(" ")
-            found |= {f"{name}_s": float(finished) - started, "program": ran}
-    return found
+            result |= {f"{name}_s": float(finished) - started, "program": ran}
+    return result
 
 
 def first_update(device: str) -> None:
-    """Make one update of Rainbow's shape in the fastest mode; print what ran and the time of day when it is done."""
-    place = torch.device(device)
-    engine = Engine(fast_mode(place), device=place)
-    update_together(RAINBOW.learners(engine, place), 1)
+    """Make one update of Rainbow's shape in the fastest mode; then print the program and the time of day."""
+    target = torch.device(device)
+    engine = Engine(fast_mode(target), device=target)
+    update_together(RAINBOW.learners(engine, target), 1)
     print(program(Network(RAINBOW.model(), RAINBOW.loss), engine.mode), time.time())

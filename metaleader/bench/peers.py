@@ -1,4 +1,4 @@
-"""The same gradient by others: the one-task-at-a-time loop, higher, torchopt."""
+"""The same gradient by other implementations: a loop over tasks, higher, torchopt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from metaleader.tasks import Batch
 
 
 def loop_gradient(work: Work, params: Params, support: Batch, query: Batch) -> Params:
-    """The meta-gradient as it is commonly written: torch's own layers, one task at a time, autograd through it all."""
+    """The meta-gradient as commonly written: torch's layers, one task at a time, autograd through all inner steps."""
     module = _module(work, params)
     leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
     total = {name: torch.zeros_like(value) for name, value in params.items()}
@@ -37,22 +37,22 @@ def loop_gradient(work: Work, params: Params, support: Batch, query: Batch) -> P
 
 
 def find_peers(work: Work, params: Params, support: Batch, query: Batch) -> dict[str, dict[str, Any]]:
-    """For each peer its version and the distance of its gradient to the loop's, or why it is skipped."""
+    """For each peer, its version and the distance of its gradient to the loop's, or the reason why it is skipped."""
     expected = loop_gradient(work, params, support, query)
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for name, gradient in PEERS.items():
         try:
             importlib.import_module(name)
         except ImportError as error:
-            found[name] = {"skipped": f"not installed ({error}); pip install 'metaleader[bench]'"}
+            result[name] = {"skipped": f"not installed ({error}); pip install 'metaleader[bench]'"}
             continue
         try:
-            apart = distance(gradient(work, params, support, query), expected)
+            error_vs_loop = distance(gradient(work, params, support, query), expected)
         except Exception as error:
-            found[name] = {"skipped": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+            result[name] = {"skipped": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
             continue
-        found[name] = {"version": importlib.metadata.version(name), "distance_to_loop": apart}
-    return found
+        result[name] = {"version": importlib.metadata.version(name), "distance_to_loop": error_vs_loop}
+    return result
 
 
 def _higher_gradient(work: Work, params: Params, support: Batch, query: Batch) -> Params:

@@ -1,4 +1,4 @@
-"""The front of the benchmark: which measurements there are, the table, the line of JSON."""
+"""Run measurements by name, and print the results as a table and as a line of JSON."""
 
 from __future__ import annotations
 
@@ -33,51 +33,51 @@ MEASUREMENTS: dict[str, Callable[[torch.device, bool], dict[str, Any]]] = {
     "stream": lambda device, peers: measure_stream(RAINBOW, device),
     "start": lambda device, peers: measure_start(device),
 }
-# These repeat, by the engine's modes, what stands under the programs that ran: for readers of the JSON only.
+# Times by engine mode, for readers of the JSON; the table has the same times by program.
 _NOT_IN_TABLE = ("eager_ms", "compiled_ms")
 
 
 def named(what: str) -> list[str]:
-    """The names in a list separated by commas."""
+    """Split a comma-separated list of names."""
     return [name.strip() for name in what.split(",") if name.strip()]
 
 
 def run_bench(
     what: Sequence[str] = ("meta-step",), device: str = "auto", peers: bool = False, out: str | None = None
 ) -> dict[str, Any]:
-    """Measure, print a table, then one line of JSON; TF32 is off.
+    """Run measurements with TF32 off; print a table, then one line of JSON.
 
-    Each result is also printed to stderr as soon as it is there, and with `out` appended to that file, as a line of
-    JSON: a run that is killed has shown what it had.
+    Each result is also printed to stderr as soon as it is measured, and if `out` is given, appended to that file as a
+    line of JSON, so that a killed run keeps its finished measurements.
     """
     unknown = [name for name in what if name not in MEASUREMENTS]
     if unknown or not what:
         raise ValueError(f"cannot measure {', '.join(unknown) or 'nothing'}; there are {', '.join(MEASUREMENTS)}")
     if out is not None:
-        open(out, "a").close()  # that it cannot be written is better known before
-    place = machine.find_device(device)
-    about: dict[str, Any] = {
-        "device": machine.hardware(str(place)) if place.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-        "hardware": machine.hardware(str(place)),
+        open(out, "a").close()  # fail before the measurements if the file cannot be written
+    target = machine.find_device(device)
+    environment: dict[str, Any] = {
+        "device": machine.hardware(str(target)) if target.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "hardware": machine.hardware(str(target)),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
-        # Processes that want a core: more than there are cores means times that say little.
+        # The load average: if it exceeds the number of cores, the times are unreliable.
         "load": os.getloadavg()[0],
         "cores": os.cpu_count(),
     }
-    result = dict(about)
+    result = dict(environment)
     with tf32(False):
         for name in what:
             print(f"measuring {name} ...", file=sys.stderr, flush=True)
             started = time.perf_counter()
             key = name.replace("-", "_")
-            result[key] = MEASUREMENTS[name](place, peers)
+            result[key] = MEASUREMENTS[name](target, peers)
             line = json.dumps({key: result[key]})
             print(f"{name} took {time.perf_counter() - started:.1f} s: {line}", file=sys.stderr, flush=True)
             if out is not None:
                 with open(out, "a") as file:
-                    file.write(json.dumps(about | {key: result[key]}) + "\n")
+                    file.write(json.dumps(environment | {key: result[key]}) + "\n")
     result["load_after"] = os.getloadavg()[0]
     rich.console.Console().print(_table(result))
     print(json.dumps(result))
@@ -107,7 +107,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, list):
-        return " / ".join(_shown(part) for part in value)
+        return " / ".join(_shown(element) for element in value)
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
     return str(value)

@@ -1,4 +1,4 @@
-"""How times are taken: everything compared takes its turn in every round, the clock read when the device is done."""
+"""Timing: the functions compared alternate in every round, and the device is synchronised before reading the clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 def median_ms(functions: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int = 5) -> dict[str, float]:
     """The median time of each function, in milliseconds.
 
-    Each is called once unmeasured, and in every round for a tenth of a second, once at least.
+    Each function is called once untimed, then in every round for a tenth of a second, at least once.
     """
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
@@ -37,13 +37,13 @@ def seconds(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Return when the device has nothing left to do."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def count_kernels(function: Callable[[], Any]) -> int:
-    """How many kernels a call launches on the GPU, copies not counted."""
+    """The number of kernels that a call launches on the GPU, without copies."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()

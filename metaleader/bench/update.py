@@ -1,4 +1,4 @@
-"""One update: the time of its gradient by every program that the engine has for it, of the whole, and the error."""
+"""Measure an update: the time of its gradient by each of the engine's programs, of the whole update, and the error."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def measure_update(
     rounds: int | None = None,
     draws: int = 5,
 ) -> dict[str, Any]:
-    """Times, errors and, on CUDA, kernels of an update.
+    """Measure the times, the errors and, on CUDA, the number of kernels of an update.
 
     Args:
-        work: what is updated.
-        device: where.
-        compare: also time `meta_gradient` itself and the one-task-at-a-time loop, of one learner.
+        work: the updates to measure.
+        device: where they run.
+        compare: also time `meta_gradient` and the loop over tasks, for one learner.
         peers: also time higher and torchopt.
-        rounds: turns that everything measured takes; five on the CPU; three on a GPU, where a turn is many
-            calls, and with peers, which are slow.
-        draws: independent draws that the error is taken of.
+        rounds: rounds of timing. If None, three on a GPU, where a round is many calls, and with peers, which are slow;
+            otherwise five.
+        draws: independent draws for the error; 0 skips it.
 
     Returns:
-        A time for each program, such as `eager_chain_ms`, and under the names of the engine's modes: `eager_ms` and, of
-        its fastest mode on the device, `compiled_ms`. `programs` says which program a mode runs.
+        The time of each program, such as `eager_chain_ms`, and the same by mode: `eager_ms`, and `compiled_ms` for the
+        fastest mode of the device. `programs` names the program of each mode.
     """
     rounds = rounds or (3 if device.type == "cuda" or peers else 5)
     inputs = work.inputs(device)
@@ -65,7 +65,7 @@ def measure_update(
     functions: dict[str, Callable[[], Any]] = {
         _key(name): functools.partial(gradient, engine, objective, *inputs) for name, engine in engines.items()
     }
-    # A reveal's worth of updates where the host runs ahead of the device.
+    # On CUDA the host runs ahead of the device: time as many updates as one reveal has.
     steps = 10 if device.type == "cuda" else 1
     functions["update_ms"] = functools.partial(update_together, learners, steps)
     first = tree_map(lambda leaf: leaf[0], inputs)
@@ -75,13 +75,13 @@ def measure_update(
             meta_gradient, objective.network.loss_fn, *first, inner_lr=inner.lr, inner_steps=inner.steps
         )
         functions["loop_ms"] = functools.partial(loop_gradient, work, *first)
-    found = find_peers(work, *first) if peers else {}
-    timed = [name for name in found if "skipped" not in found[name]]
-    functions |= {_key(name): functools.partial(PEERS[name], work, *first) for name in timed}
+    peer_results = find_peers(work, *first) if peers else {}
+    timed_peers = [name for name in peer_results if "skipped" not in peer_results[name]]
+    functions |= {_key(name): functools.partial(PEERS[name], work, *first) for name in timed_peers}
     times = median_ms(functions, device, rounds)
     times["update_ms"] /= steps
-    for name in timed:
-        found[name]["ms"] = times.pop(_key(name))
+    for name in timed_peers:
+        peer_results[name]["ms"] = times.pop(_key(name))
     result |= times
     result |= {f"{name}_ms": times.get(_key(ran)) for name, ran in programs.items()}
     if compare:
@@ -93,7 +93,7 @@ def measure_update(
     if draws:
         result |= measure_errors(work, fast, objective, device, draws)
     if peers:
-        result["peers"] = found
+        result["peers"] = peer_results
     return result
 
 
@@ -103,7 +103,7 @@ def fast_mode(device: torch.device) -> Mode:
 
 
 def program(network: Network, mode: Mode) -> str:
-    """What the engine runs for a network in a mode: a chain, or the generic path."""
+    """The name of the program that the engine runs for a network in a mode: a chain, or the generic one."""
     return f"generic {mode}" if find_chain(network) is None else f"{mode} chain"
 
 

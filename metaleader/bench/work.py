@@ -1,4 +1,4 @@
-"""What is measured: updates of the paper's shapes, on random images."""
+"""The updates to measure: the paper's shapes, on random images."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from metaleader.tasks import Batch, rng, to_device
 
 INNER_LR = 0.1
 
-# Parameters, support and query, with learners in front, then tasks.
+# Parameters, support and query; tensors have a leading learner dimension, those of batches then a task dimension.
 Inputs = tuple[Params, Batch, Batch]
 
 
 @dataclass(frozen=True)
 class Work:
-    """The updates of one or more learners of one shape.
+    """Updates of one or more learners of the same shape.
 
     Attributes:
         model: builds the network.
         image: the shape of an image, (channels, height, width).
-        outputs: classes, or with `regression` the numbers to predict.
-        support: datapoints a task that an update adapts on.
-        query: datapoints a task that its loss is taken on.
-        inner_steps: 0 is the update of the baselines (TOE, FTL).
-        tasks: tasks an update.
-        seeds: learners side by side.
-        regression: squared error instead of cross-entropy.
+        outputs: the number of classes, or with `regression` of values to predict.
+        support: support datapoints per task.
+        query: query datapoints per task.
+        inner_steps: the number of inner steps; 0 is the update of the baselines (TOE, FTL).
+        tasks: tasks per update.
+        seeds: the number of learners updated together.
+        regression: whether the loss is the squared error instead of cross-entropy.
     """
 
     model: Callable[[], nn.Module]
@@ -57,7 +57,7 @@ class Work:
         return losses.squared_error if self.regression else functools.partial(losses.cross_entropy, smoothing=0.1)
 
     def datapoints(self, num: int, *key: int) -> Batch:
-        """Random images, uint8 as a buffer keeps them, with random targets."""
+        """Random images, uint8 as in a buffer, with random targets."""
         draw = rng("bench", *key)
         x = torch.from_numpy(draw.integers(256, size=(num, *self.image), dtype="uint8"))
         if self.regression:
@@ -65,8 +65,8 @@ class Work:
         return Batch(x, torch.from_numpy(draw.integers(self.outputs, size=num)))
 
     def inputs(self, device: torch.device, draw: int = 0) -> Inputs:
-        """What an update takes; each draw has its own initialisations and images."""
-        found = []
+        """The inputs of an update; each draw has different initialisations and images."""
+        per_learner = []
         for seed in range(self.seeds):
             module = initial_module(self.model, draw, seed).to(device)
             params = {name: value.detach().clone() for name, value in module.named_parameters()}
@@ -75,11 +75,11 @@ class Work:
             batch = tree_map(lambda leaf: leaf.unflatten(0, (self.tasks, width)), flat)  # noqa: B023
             support = tree_map(lambda leaf: leaf[:, : self.support], batch)
             query = tree_map(lambda leaf: leaf[:, self.support :], batch)
-            found.append((params, support, query))
-        return tree_map(lambda *leaves: torch.stack(leaves), *found)
+            per_learner.append((params, support, query))
+        return tree_map(lambda *leaves: torch.stack(leaves), *per_learner)
 
     def learner(self, engine: Engine, device: torch.device, seed: int = 0, meta_steps: int = 10) -> Learner:
-        """A learner, FTML or with no inner steps TOE, that has seen nothing yet."""
+        """A new learner without data: FTML, or TOE if there are no inner steps."""
         common: Any = {"query": self.query, "tasks_per_step": self.tasks, "meta_steps": meta_steps}
         if self.inner_steps:
             common |= {"inner_lr": INNER_LR, "inner_steps": self.inner_steps, "support": self.support}
@@ -87,18 +87,18 @@ class Work:
         return kind(self.model, self.loss, seed=seed, device=device, engine=engine, **common)
 
     def learners(self, engine: Engine, device: torch.device, num_tasks: int = 30) -> list[Learner]:
-        """Learners that have seen some tasks and made no update."""
-        found = []
+        """Learners that have observed some tasks and made no update."""
+        learners = []
         for seed in range(self.seeds):
             learner = self.learner(engine, device, seed)
             for t in range(num_tasks):
                 learner.begin(f"task {t}")
                 learner.observe(*self.datapoints(2 * (self.support + self.query), seed, t), update=False)
-            found.append(learner)
-        return found
+            learners.append(learner)
+        return learners
 
     def no_chain(self) -> Work:
-        """The same work for a network that the engine does not take for a chain: it begins with something else."""
+        """The same work with a network that is not a chain, because it does not begin with a convolution."""
         return replace(self, model=functools.partial(_hide, self.model))
 
 

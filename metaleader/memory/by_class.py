@@ -1,8 +1,8 @@
-"""Memory by class, for n-way streams: one pool of images for each global class, and meta-batches drawn from it.
+"""Memory by class for n-way streams: one pool of images per global class, and meta-batches drawn from the pools.
 
-A meta-training task is n random classes of those seen, its labels shuffled; support and query get equally many
-datapoints of each class, disjoint. If a class has too few images for both, they are divided and
-repeated as in `TaskBuffer`. Nothing is drawn before n classes have been seen.
+A meta-training task consists of n random classes of those seen, with shuffled labels. Support and query are disjoint
+and have the same number of datapoints of each class. If a class has too few images for both, its images are divided
+and repeated as in `TaskBuffer`. There are no draws before n classes have been seen.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _UNNAMED = -1
 class ClassBuffer:
     """All images observed so far, by class.
 
-    The target stored with an image is the one it first arrived with; a draw and D_t replace it by their labels.
+    Each image is stored with the target of its first arrival; draws and D_t replace it by their own labels.
 
     Args:
-        device: where the data is kept.
-        weights: nu^t over the classes seen, in the order of their arrival, drawn without replacement; uniform if None.
+        device: the device that stores the data.
+        weights: nu^t over the classes seen, in order of arrival, for draws without replacement; uniform if None.
     """
 
     kind = "classes"
@@ -51,39 +51,39 @@ class ClassBuffer:
 
     @property
     def num_datapoints(self) -> int:
-        """The number of images kept."""
+        """The number of images stored."""
         return self.store.length
 
     @property
     def num_new(self) -> int:
-        """The number of images that came for the first time in this round."""
+        """The number of images first observed in this round."""
         return self.store.length - self._round_start
 
     def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
         """Open a new task; D_t is empty.
 
         Args:
-            name: of the task, for messages.
-            classes: the global class behind each local label, in local order.
-            num_classes: the classes that the network has outputs for, 0 to `num_classes - 1`; None where it has one for
-                each label.
+            name: the name of the task, for error messages.
+            classes: the global class of each local label, in the order of the labels.
+            num_classes: the number of global classes that the network has outputs for; None if it has one output per
+                local label.
         """
         if classes is None:
-            raise ValueError(f"task {name!r} has no classes, earlier tasks have; pass begin(name, classes=[...])")
-        ways = tuple(_integers(classes, f"task {name!r}: classes"))
-        if len(ways) < 2 or len(set(ways)) < len(ways):
+            raise ValueError(f"task {name!r} has no classes, but earlier tasks have; call begin(name, classes=[...])")
+        global_classes = tuple(_integers(classes, f"task {name!r}: classes"))
+        if len(global_classes) < 2 or len(set(global_classes)) < len(global_classes):
             raise ValueError(f"task {name!r}: classes must be two or more different integers, got {list(classes)}")
-        if num_classes is not None and not 0 <= min(ways) <= max(ways) < num_classes:
+        if num_classes is not None and not 0 <= min(global_classes) <= max(global_classes) < num_classes:
             raise ValueError(
-                f"task {name!r}: classes must lie in 0..{num_classes - 1}, the network has an output for each; got"
-                f" {list(ways)}"
+                f"task {name!r}: classes must lie in 0..{num_classes - 1}, the outputs of the network; got"
+                f" {list(global_classes)}"
             )
-        if self.ways and len(ways) != len(self.ways):
+        if self.ways and len(global_classes) != len(self.ways):
             raise ValueError(
-                f"task {name!r} has {len(ways)} classes, earlier tasks have {len(self.ways)}; all tasks of a learner"
-                " have equally many"
+                f"task {name!r} has {len(global_classes)} classes, earlier tasks have {len(self.ways)}; all tasks of a"
+                " learner must have the same number"
             )
-        self.ways = ways
+        self.ways = global_classes
         self._round_rows, self._round_labels, self._current = [], [], None
         self._round_start = self.store.length
 
@@ -92,8 +92,8 @@ class ClassBuffer:
 
         Args:
             batch: images with local labels.
-            ids: one integer per image that names it across tasks; an image with a known id is not stored again.
-                None means that all images are new.
+            ids: one integer per image that identifies it across tasks; an image whose id is already stored is not
+                stored again. None means that all images are new.
         """
         labels = self._checked_labels(batch.y)
         names = self._checked_ids(ids, labels)
@@ -118,51 +118,51 @@ class ClassBuffer:
         self._current = None
 
     def current(self) -> Batch | None:
-        """D_t: all datapoints of the open task with their local labels, None before the first."""
+        """D_t: all datapoints of the open task with their local labels; None if there are none."""
         if self._current is None and self._round_rows:
             index = torch.tensor(self._round_rows, device=self.device)
             self._current = self.store.gather(index, self._labels(np.asarray(self._round_labels)))
         return self._current
 
     def counts(self) -> np.ndarray:
-        """The number of images of each class, in the order of the classes' arrival."""
+        """The number of images of each class, in order of the arrival of the classes."""
         return self._pools(self.store.length)[2]
 
     def draw(
         self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int, which: Which = "all"
     ) -> Draw | None:
-        """Draw meta-batches for some steps; a step's draw depends on (seed, step) and the buffer alone.
+        """Draw meta-batches for some steps; the draw of a step depends only on (seed, step) and the buffer.
 
         Args:
-            seed: of the learner.
-            steps: the numbers of the meta-updates to draw for.
-            tasks: how many tasks a step, each with classes and labels of its own.
-            support: datapoints in a task's support set, a multiple of the number of classes; may be 0.
-            query: datapoints in a task's query set, likewise.
-            which: tasks of all images, of those observed before this round, or D_t itself with its own labels and
-                datapoints of any class.
+            seed: the seed of the learner.
+            steps: the indices of the meta-updates to draw for.
+            tasks: tasks per step, each with its own classes and labels.
+            support: support datapoints per task, a multiple of the number of classes; may be 0.
+            query: query datapoints per task, also a multiple of the number of classes.
+            which: "all" draws from all images, "past" from those observed before this round, "current" from D_t with
+                its labels; then classes are not balanced.
 
         Returns:
-            Row numbers, labels and classes on the buffer's device, or None where there is nothing to draw from.
+            Row numbers, labels and classes on the buffer's device, or None if there is too little data.
         """
         if which == "current":
             return self._draw_current(seed, steps, tasks, support, query)
         names, order, counts, starts = self._pools(self.store.length if which == "all" else self._round_start)
-        ways = len(self.ways)
-        if not ways or len(counts) < ways:
+        num_ways = len(self.ways)
+        if not num_ways or len(counts) < num_ways:
             return None
-        for what, size in (("support", support), ("query", query)):
-            if size % ways:
-                raise ValueError(f"{what} must be a multiple of the {ways} classes of a task, got {size}")
-        shape, width = (len(steps), tasks, ways), (support + query) // ways
+        for name, size in (("support", support), ("query", query)):
+            if size % num_ways:
+                raise ValueError(f"{name} must be a multiple of the {num_ways} classes of a task, got {size}")
+        shape, width = (len(steps), tasks, num_ways), (support + query) // num_ways
         generators = [rng("draw", seed, step) for step in steps]
         races = np.stack([g.random((tasks, len(counts))) for g in generators])
         if self.weights is not None:
-            races = _weighted(races, checked_weights(self.weights, len(counts)), ways)
-        chosen = np.argsort(races, axis=-1, kind="stable")[..., :ways].reshape(-1)
-        labels = np.argsort(np.stack([g.random((tasks, ways)) for g in generators]), axis=-1, kind="stable")
-        uniforms = np.stack([g.random((tasks * ways, 2 * width)) for g in generators]).reshape(-1, 2 * width)
-        share = (support // ways, query // ways)
+            races = _weighted(races, checked_weights(self.weights, len(counts)), num_ways)
+        chosen = np.argsort(races, axis=-1, kind="stable")[..., :num_ways].reshape(-1)
+        labels = np.argsort(np.stack([g.random((tasks, num_ways)) for g in generators]), axis=-1, kind="stable")
+        uniforms = np.stack([g.random((tasks * num_ways, 2 * width)) for g in generators]).reshape(-1, 2 * width)
+        share = (support // num_ways, query // num_ways)
         numbers = split(distinct(uniforms, counts[chosen], width), counts[chosen], *share)
         picked = order[starts[chosen][:, None] + numbers].reshape(*shape, width)
         repeated = np.broadcast_to(labels[..., None], (*shape, width))
@@ -171,15 +171,15 @@ class ClassBuffer:
         return self._as_draw(picked, repeated, share[0], classes)
 
     def current_classes(self) -> Tensor | None:
-        """The global class behind each label of the open task."""
+        """The global class of each label of the open task."""
         return torch.tensor(self.ways, device=self.device) if self.ways else None
 
     def named(self, name: str) -> Batch | None:
-        """Not available: data is kept by class."""
-        raise ValueError("n-way tasks keep their data by class, not by task; adapt to the open task, task=None")
+        """Not available: data is stored by class. Always raises ValueError."""
+        raise ValueError("n-way tasks store their data by class, not by task; adapt to the open task, task=None")
 
     def latest(self, num: int) -> Batch | None:
-        """The first datapoints of D_t: an image has a label only in its task."""
+        """The first `num` datapoints of D_t; images of earlier tasks have no label in the open task."""
         data = self.current()
         return None if data is None else Batch(*rows(data, slice(0, num)))
 
@@ -188,7 +188,7 @@ class ClassBuffer:
         return self.store.gather_draw(draw)
 
     def mark(self) -> tuple[Any, ...]:
-        """A point of this round to return to with `rollback`."""
+        """The current position in this round, for `rollback`."""
         return self.store.length, len(self._round_rows)
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
@@ -202,7 +202,7 @@ class ClassBuffer:
         self._current = None
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:
-        """Everything stored; with `data=False` only the bookkeeping, for streams that rebuild the data."""
+        """The state of the buffer; with `data=False` without the images, for streams that can replay them."""
         return {
             "kind": self.kind,
             "ways": list(self.ways),
@@ -214,12 +214,12 @@ class ClassBuffer:
         } | self.store.state_dict(data)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state; if it has no data, the stored data must be that of the state."""
+        """Restore a state; if it was saved without data, the buffer must already hold the same images."""
         classes, ids = state["classes"].tolist(), state["ids"].tolist()
         if "data" not in state and (classes, ids) != (self._classes, self._ids):
             raise ValueError(
-                f"the state was saved without its data of {len(classes)} images, but other images are present"
-                f" ({len(self._classes)}); observe the same data (update=False) before loading"
+                f"the state was saved without its data of {len(classes)} images, and the {len(self._classes)} images in"
+                " the buffer differ; observe the same data (update=False) before loading"
             )
         self.store.load_state_dict(state)
         self.ways, self._classes, self._ids = tuple(state["ways"]), classes, ids
@@ -239,10 +239,10 @@ class ClassBuffer:
         return self._as_draw(picked, labels, support, np.tile(self.ways, (len(steps), tasks, 1)))
 
     def _as_draw(self, picked: np.ndarray, labels: np.ndarray, support: int, classes: np.ndarray) -> Draw:
-        """Turn (steps, tasks, groups, datapoints), the first `support` of each group for the support set, to a draw."""
+        """A draw from rows (steps, tasks, groups, datapoints); the first `support` of each group are support."""
         index, y = torch.from_numpy(picked), self._labels(labels)
-        parts = (slice(None, support), slice(support, None))
-        draw = Draw(*(tensor[..., part].flatten(2) for tensor in (index, y) for part in parts))
+        slices = (slice(None, support), slice(support, None))
+        draw = Draw(*(tensor[..., columns].flatten(2) for tensor in (index, y) for columns in slices))
         return draw._replace(classes=torch.from_numpy(classes)).to(self.device)
 
     def _labels(self, labels: np.ndarray) -> Tensor:
@@ -250,16 +250,16 @@ class ClassBuffer:
         return torch.tensor(labels, dtype=self.store.data.y.dtype, device=self.device)
 
     def _pools(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The classes in order of arrival, the first rows grouped by class, each class's count and start in them."""
-        found, first, inverse = np.unique(
+        """The classes in order of arrival, the first rows grouped by class, and the count and start of each class."""
+        classes, first, inverse = np.unique(
             np.asarray(self._classes[:length], dtype=np.int64), return_index=True, return_inverse=True
         )
         order = np.argsort(first)
-        arrival = np.empty(len(found), dtype=np.int64)
-        arrival[order] = np.arange(len(found))
+        arrival = np.empty(len(classes), dtype=np.int64)
+        arrival[order] = np.arange(len(classes))
         pool = arrival[inverse]
-        counts = np.bincount(pool, minlength=len(found))
-        return found[order], np.argsort(pool, kind="stable"), counts, np.cumsum(counts) - counts
+        counts = np.bincount(pool, minlength=len(classes))
+        return classes[order], np.argsort(pool, kind="stable"), counts, np.cumsum(counts) - counts
 
     def _checked_labels(self, y: Any) -> list[int]:
         if not self.ways:
@@ -280,16 +280,16 @@ class ClassBuffer:
             return [_UNNAMED] * len(labels)
         names = _integers(ids, "observe: ids")
         if len(names) != len(labels):
-            raise ValueError(f"observe: {len(names)} ids for {len(labels)} datapoints; pass one each")
+            raise ValueError(f"observe: {len(names)} ids for {len(labels)} datapoints; pass one id per datapoint")
         class_of: dict[int, int] = {}
         for name, label in zip(names, labels, strict=True):
             if name < 0:
                 raise ValueError(f"observe: ids must not be negative, got {name}")
             row = self._row_of.get(name)
-            known = class_of.setdefault(name, self.ways[label]) if row is None else self._classes[row]
-            if known != self.ways[label]:
+            stored_class = class_of.setdefault(name, self.ways[label]) if row is None else self._classes[row]
+            if stored_class != self.ways[label]:
                 raise ValueError(
-                    f"observe: id {name} is of class {known}, and is now said to be of class {self.ways[label]}"
+                    f"observe: id {name} is of class {stored_class}, and is now said to be of class {self.ways[label]}"
                 )
         return names
 
@@ -302,7 +302,7 @@ def _integers(values: Any, where: str) -> list[int]:
 
 
 def _weighted(uniform: np.ndarray, weights: np.ndarray, needed: int) -> np.ndarray:
-    """Arrival times of exponential clocks with these rates: the first few are a draw without replacement by weight."""
+    """Exponential arrival times with rates `weights`: the earliest ones are a weighted draw without replacement."""
     if (weights > 0).sum() < needed:
         raise ValueError(f"the weights leave {(weights > 0).sum()} classes to draw from; a task needs {needed}")
     with np.errstate(divide="ignore"):

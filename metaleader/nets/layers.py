@@ -1,4 +1,4 @@
-"""Layers that stand in for torch's when a module is made functional: same parameters, same names."""
+"""Replacements for torch's layers in a functional module, with the same parameters under the same names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 class BatchNorm(nn.Module):
-    """Batch norm by the statistics of the batch at hand, with the parameters and buffers of the layer it replaces.
+    """Batch norm by the statistics of the current batch, with the parameters and buffers of the layer it replaces.
 
-    After one call with `keep_next`, it uses the statistics of that call, for good. Statistics are biased, as in
-    `torch.nn.BatchNorm2d` in training; a batch of one value a channel gives the shift.
+    If `keep_next` is set, the statistics of the next call are kept and used by all later calls. Variances are biased,
+    as in `torch.nn.BatchNorm2d` in training. A batch with one value per channel gives the shift.
     """
 
     weight: Tensor | None
@@ -34,7 +34,7 @@ class BatchNorm(nn.Module):
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """Within, the statistics of the first call are used by all."""
+        """In this context, all calls use the statistics of the first call."""
         before = self.running_mean, self.running_var
         self.keep_next = True
         try:
@@ -65,10 +65,10 @@ class BatchNorm(nn.Module):
 
 
 class Conv2d(nn.Module):
-    """A convolution that compiles well with a weight of its own for every task: strided slices and one matmul.
+    """A convolution that compiles well with a separate weight per task: strided slices and one matrix product.
 
-    torch's native kernels would see a grouped convolution, which is three times slower on a GPU; run eagerly, they are
-    the faster ones and are used.
+    torch's native kernels would run a grouped convolution, which is three times slower on a GPU. In eager mode the
+    native kernels are faster and are used.
     """
 
     weight: Tensor
@@ -84,7 +84,7 @@ class Conv2d(nn.Module):
 
     @staticmethod
     def replaces(layer: nn.Conv2d) -> bool:
-        """Whether a layer is of the plain kind: one group, no dilation, zero padding given in numbers."""
+        """Whether a layer is supported: one group, no dilation, numeric zero padding."""
         plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
         return plain and not isinstance(layer.padding, str)
 
@@ -108,9 +108,9 @@ class Conv2d(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear layer that is fused with what is around it where it is small and compiled for a GPU.
+    """A linear layer that is fused with neighbouring operations if it is small and compiled for a GPU.
 
-    As a matrix product it would be a kernel of its own, and so would be each of its derivatives.
+    A matrix product would be a separate kernel, and so would each of its derivatives.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -121,21 +121,21 @@ class Linear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
     def fuses(self, input: Tensor) -> bool:
-        """Whether an input is mapped by sums of products."""
-        # The size last: a program compiled for the CPU shall not depend on it.
+        """Whether an input is mapped by a sum of products instead of a matrix product."""
+        # Test the size last: a program compiled for the CPU must not be specialised on it.
         if not (torch.compiler.is_compiling() and input.is_cuda):
             return False
         return input.ndim == 2 and input.shape[0] * self.weight.numel() <= 2**16
 
 
 class SeededDropout(nn.Module):
-    """Dropout whose mask is a function of a seed and the position alone: the same on every device, replayed at will.
+    """Dropout whose mask depends only on a seed and the position: identical on every device, and repeatable.
 
-    A layer that a module calls several times gives a mask of its own to each call (counted in `num_calls`).
+    If a module calls the layer several times, each call has a different mask (calls are counted in `num_calls`).
 
     Args:
-        p: the probability of a zero.
-        channels: whether whole channels are zeroed (`nn.Dropout2d` and its kin).
+        p: the probability that an element or channel is zeroed.
+        channels: whether whole channels are zeroed, as in `nn.Dropout2d`.
     """
 
     seed: Tensor
@@ -155,14 +155,14 @@ class SeededDropout(nn.Module):
             return torch.zeros_like(x)
         shape = x.shape[:2] + (1,) * (x.ndim - 2) if self.channels else x.shape
         position = torch.arange(shape.numel(), device=x.device).view(shape)
-        # The position is mixed before the seed is added, or the masks of two seeds would be shifted copies.
+        # Hash the position before adding the seed: otherwise the masks of two seeds would be shifted copies.
         bits = _hash(_hash(position) + _hash(self.seed + 0x9E3779B9 * self.num_calls))
         self.num_calls += 1
         return x * (bits >= int(self.p * 2**32)) / (1 - self.p)
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Mix integers into 32 uniform bits (an xor-multiply finaliser); products stay inside int64."""
+    """Hash integers to 32 uniform bits (an xor-multiply finaliser); products do not overflow int64."""
     x = x & 0xFFFFFFFF
     for _ in range(2):
         x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""The benchmark at tiny sizes: its loop and its errors against oracles, what it times, what it prints."""
+"""Tests of the benchmark at tiny sizes: its loop and errors against oracles, its times and its output."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ TINY = Work(functools.partial(ml.models.conv_net, 3, 8, 2, 4, 2), (2, 8, 8), 3, 
 
 @pytest.fixture(autouse=True)
 def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling a chain takes half a minute, and nothing here depends on it: what would be compiled runs as it is."""
+    """Run compiled functions eagerly: compiling a chain takes half a minute, and no test here depends on it."""
     for module in (gradient, passes):
         monkeypatch.setattr(module, "compile_whole", lambda function: function)
 
@@ -54,7 +54,7 @@ def unrolled(work: Work, params: Any, support: Any, query: Any) -> Any:
     return oracles.unrolled(loss_fn, params, support, query, INNER_LR, work.inner_steps)[1]
 
 
-# Gradients: the loop, and what errors are taken of.
+# Gradients and their errors.
 
 
 def test_the_loop_is_the_meta_gradient_in_float64() -> None:
@@ -67,7 +67,7 @@ def test_the_loop_is_the_meta_gradient_in_float64() -> None:
 
 
 def test_the_gradient_of_each_task_alone() -> None:
-    """In one call of the engine, for learners side by side: each task's own gradient, in their order."""
+    """One call of the engine, with two learners, gives the gradient of each task, in order."""
     work = replace(TINY, seeds=2)
     inputs = doubled(work.inputs(CPU))
     found = engine_gradient(Engine("eager"), objective_of(work), *one_task_each(inputs))[1]
@@ -80,7 +80,7 @@ def test_the_gradient_of_each_task_alone() -> None:
 
 
 class Wrong(Engine):
-    """An engine whose gradient of the first learner is too long by a hundredth."""
+    """An engine whose gradient of the first learner is too large by one per cent."""
 
     def gradient(self, *inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         losses_and_norms, found = super().gradient(*inputs)
@@ -89,7 +89,7 @@ class Wrong(Engine):
 
 
 def test_errors_are_of_single_tasks_and_of_their_mean() -> None:
-    """One wrong task of four does not move the median, and is the largest; the mean gradient is wrong."""
+    """One wrong task of four gives the largest error and does not change the median; the mean gradient is wrong."""
     good = measure_errors(TINY, Engine("eager"), objective_of(TINY), CPU, draws=3)
     assert 1e-9 < good["error_vs_float64"] <= good["error_vs_float64_max"] < 1e-5
     assert 1e-9 < good["error_vs_float64_mean_gradient"] <= good["error_vs_float64_mean_gradient_max"] < 1e-5
@@ -144,7 +144,7 @@ def test_a_network_that_is_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     class Compiler(Engine):
-        """An engine that finds at its first gradient that the network does not compile."""
+        """An engine whose first gradient falls back to eager mode, as if the network did not compile."""
 
         def gradient(self, *inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             asked.append(self.mode)
@@ -174,7 +174,7 @@ def test_plain_seeds_and_regression() -> None:
     assert plain["inner_steps"] == 0
     assert plain["error_vs_float64"] < 1e-5
     assert 0 < plain["update_ms"] < 60_000
-    # With two or three rows, batch norm of the dense layers leaves next to nothing of the gradient but rounding.
+    # With two or three rows, batch norm of the dense layers leaves little of the gradient but rounding errors.
     pose = Work(ml.models.pose_net, (3, 16, 16), 4, 6, 6, 1, 2, 2, regression=True)
     found = update.measure_update(pose, CPU, rounds=1, draws=1)
     assert found["tasks"] == 4
@@ -183,7 +183,7 @@ def test_plain_seeds_and_regression() -> None:
 
 
 def test_a_chain_is_faster_than_the_loop() -> None:
-    """25 small tasks, one thread: the chain takes about an eighth of the loop's time; a third would be a regression."""
+    """On 25 small tasks the chain takes about an eighth of the loop's time; a third would be a regression."""
     work = replace(TINY, inner_steps=5, tasks=25)
     objective = objective_of(work)
     assert update.program(objective.network, "eager") == "eager chain"
@@ -195,7 +195,7 @@ def test_a_chain_is_faster_than_the_loop() -> None:
     assert statistics.median(ratios) > 3, ratios
 
 
-# The rest.
+# Other measurements.
 
 
 def test_buffer() -> None:
@@ -207,7 +207,7 @@ def test_buffer() -> None:
 
 
 def test_stream() -> None:
-    """The first task, which pays for compiling, is one more than those that are timed."""
+    """One additional first task, in which programs are compiled, is not among the timed tasks."""
     found = measures.measure_stream(TINY, CPU, tasks=2, datapoints=60, meta_steps=1)
     assert found["tasks"] == 2
     assert found["reveals"] == 6
@@ -219,7 +219,7 @@ def test_stream() -> None:
 
 
 def test_the_stream_knows_measuring_from_updating(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that only measuring moves, all of the time is measuring."""
+    """With a clock that advances only during measuring, all time is attributed to measuring."""
     now = [0.0]
     monkeypatch.setattr(measures.time, "perf_counter", lambda: now[0])
     original = evaluate.measure_together
@@ -242,7 +242,7 @@ def test_what_needs_cuda_says_so() -> None:
 
 
 def test_peers_are_measured_or_named_as_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a peer is installed, its gradient must be the loop's; the loop itself, as a peer, is one."""
+    """The gradient of an installed peer must equal the loop's; the loop itself serves as one peer."""
 
     def broken(*inputs: Any) -> Any:
         raise RuntimeError("does not run\nhere")
@@ -261,7 +261,7 @@ def test_peers_are_measured_or_named_as_skipped(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_first_update_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both processes have one cache, empty at first; with a failing process the reason is given."""
+    """Both processes use the same cache, empty at first; if a process fails, the reason is reported."""
     asked = []
 
     def run(arguments: list[str], **options: Any) -> Any:
@@ -272,7 +272,7 @@ def test_first_update_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(measures.subprocess, "run", run)
     found = measures.measure_start(CPU)
     assert found == {"cold_s": math.inf, "warm_s": math.inf, "program": "captured chain"}
-    assert asked[0] == asked[1], "warm must use the cache that cold has filled"
+    assert asked[0] == asked[1], "the warm process must use the cache of the cold one"
     assert asked[0][0][0] == sys.executable
     assert asked[0][3] == 0
     failed = subprocess.CompletedProcess([], 1, "", "x\nno luck\n")
@@ -308,7 +308,7 @@ def test_the_last_line_is_json(
     assert "skipped" in result["memory"]
     assert any("deep.list" in line and "1.5 / 2" in line for line in lines[:-1])
     assert any("chain_ms" in line and "640" in line for line in lines[:-1])
-    assert not any("eager_ms" in line for line in lines[:-1]), "the table has each program once"
+    assert not any("eager_ms" in line for line in lines[:-1]), "the table must show each program once"
     each = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
     assert each[0]["meta_step"] == result["meta_step"]
     assert each[1]["memory"] == result["memory"]
@@ -344,7 +344,7 @@ def test_a_place_for_results_that_cannot_be_written_is_known_before(monkeypatch,
 
 
 def test_without_tyro() -> None:
-    """`python -m metaleader.bench` is for machines that have torch and little else."""
+    """`python -m metaleader.bench` runs without tyro."""
     code = (
         "import sys; sys.modules['tyro'] = None; import runpy; sys.argv = ['bench', '--help'];"
         "runpy.run_module('metaleader.bench', run_name='__main__')"

@@ -1,14 +1,14 @@
-"""A network seen as a chain: convolutions with batch norm and ReLU between them, then a head that may be anything.
+"""Meta-gradients of chains: convolutions separated by batch norm and ReLU, followed by any head.
 
-For such a network the meta-gradient needs no automatic differentiation through the convolutions. With flat parameters
-theta and the loss L(theta) of one task, an inner step is a forward and a backward pass, and the adjoint step
+The meta-gradient of a chain needs no automatic differentiation through the convolutions. With flat parameters theta
+and the loss L(theta) of one task, an inner step is a forward and a backward pass. The adjoint step
 
     lambda_s = lambda_{s+1} - H(theta_s) v,    v = D lambda_{s+1},    D the diagonal of step sizes,
 
-is the tangent of these two passes in direction v, by the same three products of a convolution (forward, gradient of
-its input, gradient of its weight). What the passes of an inner step left behind is kept for it. The head, from the
-last batch norm on, is differentiated by torch: one task's loss and gradient, and the gradient of an inner product,
-vmapped over tasks.
+is the tangent of these two passes in direction v. It uses the same three products of a convolution: forward, gradient
+of the input, gradient of the weight. The intermediate results of an inner step are kept for its adjoint step. The head
+begins at the last batch norm and is differentiated by torch: the loss and gradient of one task, and the gradient of an
+inner product, batched over tasks with vmap.
 
-Images are held as (tasks, rows, channels), a row for each pixel of each image: channels come last.
+Images are stored as (tasks, rows, channels), one row per pixel of each image: channels come last.
 """

@@ -1,4 +1,4 @@
-"""Where everything is in the flat parameters of a chain's convolutions, and what their patches are."""
+"""The layout of the flat parameters of a chain's convolutions, and the patches of their inputs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from metaleader.gradient.selection import Params
 
 
 class Plan:
-    """Where everything is in the flat parameters of a chain's convolutions, and the sizes of its images.
+    """The layout of the flat parameters of a chain's convolutions, and the sizes of its images.
 
-    The first layer sees patches of the images, so its weight is that of a 1x1 convolution.
+    The input of the first layer is patches of the images, so its weight is that of a 1x1 convolution.
 
     Args:
         layers: the convolutions.
         size: (height, width) of the images.
-        multiple: the inputs of the first layer are padded with zeros to a multiple of this.
+        multiple: the number of inputs of the first layer is padded with zeros to a multiple of this.
 
     Attributes:
-        sizes: (height, width) of every layer's input, then of the last one's output.
-        starts: for each layer, where its weight begins; its batch norm's scale and shift come before it.
-        total: the number of flat parameters a task.
-        largest: the numbers in the patches of an image, at the layer where they are most.
+        sizes: (height, width) of every layer's input, then of the last layer's output.
+        inputs: the number of inputs of each layer, kernel * kernel * channels, padded for the first layer.
+        starts: the offset of each layer's weight; its batch norm's scale and shift come before it.
+        total: the number of flat parameters per task.
+        largest: the number of elements in the patches of one image, the maximum over layers.
     """
 
     def __init__(self, layers: tuple[Layer, ...], size: tuple[int, int], multiple: int = 1) -> None:
@@ -52,19 +53,19 @@ class Plan:
         return flat[:, self.starts[i] : stop].unflatten(1, (self.inputs[i], self.layers[i].filters))
 
     def norm(self, flat: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        """Scale and shift of the batch norm before layer i, (tasks, 1, channels) each."""
+        """The scale and shift of the batch norm before layer i, (tasks, 1, channels) each."""
         channels, stop = self.layers[i].channels, self.starts[i]
         return flat[:, None, stop - 2 * channels : stop - channels], flat[:, None, stop - channels : stop]
 
     def flatten(self, params: Params) -> Tensor:
-        """The convolutions' parameters, (tasks, ...) each, as flat ones."""
-        parts = []
+        """The parameters of the convolutions, (tasks, ...) each, as one tensor, (tasks, total)."""
+        tensors = []
         for i, layer in enumerate(self.layers):
             if layer.norm:
-                parts += [params[f"{layer.norm}.weight"], params[f"{layer.norm}.bias"]]
+                tensors += [params[f"{layer.norm}.weight"], params[f"{layer.norm}.bias"]]
             weight = params[layer.weight].permute(0, 3, 4, 2, 1).flatten(1, 3)
-            parts.append(F.pad(weight, (0, 0, 0, self.inputs[i] - weight.shape[1])).flatten(1))
-        return torch.cat(parts, 1)
+            tensors.append(F.pad(weight, (0, 0, 0, self.inputs[i] - weight.shape[1])).flatten(1))
+        return torch.cat(tensors, 1)
 
     def unflatten(self, flat: Tensor) -> Params:
         """The inverse of `flatten`."""
@@ -79,7 +80,7 @@ class Plan:
         return params
 
     def patches(self, images: Tensor) -> Tensor:
-        """What the first layer sees of images (tasks, images, channels, height, width): (tasks, rows, inputs)."""
+        """The input of the first layer, (tasks, rows, inputs), from images (tasks, images, channels, height, width)."""
         layer = self.layers[0]
         columns = columns_of(images.permute(0, 1, 3, 4, 2), layer)
         return F.pad(columns, (0, self.inputs[0] - columns.shape[2]))
@@ -92,6 +93,6 @@ def columns_of(images: Tensor, layer: Layer) -> Tensor:
 
 
 def windows_of(images: Tensor, layer: Layer) -> Tensor:
-    """The same of images that are padded already."""
+    """Patches of images that are already padded, as in `columns_of`."""
     windows = images.unfold(2, layer.kernel, layer.stride).unfold(3, layer.kernel, layer.stride)
     return windows.permute(0, 1, 2, 3, 5, 6, 4).flatten(4).flatten(1, 3)

@@ -1,7 +1,7 @@
-"""Whether a chain does what its network does: both are run once, in float64, before the chain is trusted.
+"""Compare a chain with its network: both are run once in float64 before the chain is used.
 
-Tracing shows what a forward did with a stand-in for a tensor. What it does under another context, with parameters that
-it reads past torch, or in a backward of its own is not in the graph.
+Tracing records the operations of a forward on a proxy instead of a tensor. The graph does not show context managers
+such as `no_grad`, parameters that are read without torch, or a custom backward.
 """
 
 from __future__ import annotations
@@ -27,31 +27,35 @@ _TASKS, _ROWS = 2, 6
 
 @torch.no_grad()
 def agrees(chain: Chain, batch: Batch | ClassBatch, size: tuple[int, int]) -> bool:
-    """Compare loss and meta-gradient of one inner step, on a few rows of a task or two.
+    """Whether a chain gives the network's loss and meta-gradient of one inner step on a few rows of up to two tasks.
 
     Args:
-        chain: what is not trusted yet.
+        chain: the chain to check.
         batch: datapoints, (tasks, rows, ...).
-        size: (height, width) of the images as the network sees them.
+        size: (height, width) of the images after preprocessing.
+
+    Returns:
+        False also if the network or its loss fails in float64.
     """
     network = _in_double(chain.network)
-    few = batch._replace(x=_few(batch.x), y=_few(batch.y))
-    if isinstance(few, ClassBatch):
-        few = few._replace(classes=few.classes[:_TASKS])
-    # Away from where scales are one and shifts zero.
-    params = {name: value.double() + 0.1 * torch.cos(_count(value)) for name, value in network.params().items()}
+    sample = batch._replace(x=_first_rows(batch.x), y=_first_rows(batch.y))
+    if isinstance(sample, ClassBatch):
+        sample = sample._replace(classes=sample.classes[:_TASKS])
+    # Perturb the parameters, so that scales are not all one and shifts not all zero.
+    params = {name: value.double() + 0.1 * torch.cos(_indices(value)) for name, value in network.params().items()}
     inner = Inner(0.1, 1)
-    one = lambda tree: tree_map(lambda leaf: leaf[None], tree)  # noqa: E731
+    one_learner = lambda tree: tree_map(lambda leaf: leaf[None], tree)  # noqa: E731
     try:
-        loss, right = meta_gradient(network.loss_fn, params, few, few, inner.lr, inner.steps)
+        loss, expected = meta_gradient(network.loss_fn, params, sample, sample, inner.lr, inner.steps)
         doubled = dataclasses.replace(chain, network=network)
-        own = ChainGradient(doubled, Objective(network, inner), TorchPasses(Plan(chain.layers, size)), compiled=False)
-        found_loss, found = own(one(params), one(few), one(few))
-    except Exception:  # a user's module or loss, in another dtype than its own
+        passes = TorchPasses(Plan(chain.layers, size))
+        program = ChainGradient(doubled, Objective(network, inner), passes, compiled=False)
+        chain_loss, gradient = program(one_learner(params), one_learner(sample), one_learner(sample))
+    except Exception:  # a user's module or loss may not support float64
         return False
-    error = torch.stack([(found[name][0] - value).norm() for name, value in right.items()]).max()
-    length = torch.stack([value.norm() for value in right.values()]).max()
-    return bool(error <= 1e-6 * length) and bool((found_loss[0] - loss).abs() <= 1e-6 * loss.abs())
+    error = torch.stack([(gradient[name][0] - value).norm() for name, value in expected.items()]).max()
+    length = torch.stack([value.norm() for value in expected.values()]).max()
+    return bool(error <= 1e-6 * length) and bool((chain_loss[0] - loss).abs() <= 1e-6 * loss.abs())
 
 
 def _in_double(network: Network) -> Network:
@@ -60,9 +64,9 @@ def _in_double(network: Network) -> Network:
     return copied
 
 
-def _few(tree: Tree) -> Tree:
+def _first_rows(tree: Tree) -> Tree:
     return double(tree_map(lambda leaf: leaf[:_TASKS, :_ROWS], tree))
 
 
-def _count(tensor: Tensor) -> Tensor:
+def _indices(tensor: Tensor) -> Tensor:
     return torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device).view(tensor.shape)

@@ -1,14 +1,14 @@
-"""The four passes through a chain's convolutions, in torch's operations: for any device and dtype.
+"""The four passes through a chain's convolutions in torch operations, for any device and dtype.
 
-Forward and backward give the gradient of one task's loss; their tangents in a direction of the parameters give the
-Hessian times that direction. Batch norm and ReLU between two layers are written with a few factors a channel, so that
-each pass goes over its tensors few times; with y the output of the layer below, `away` = y - mean(y), `above` the
-gradient at ReLU's input, and means over the rows of a task:
+The forward and backward passes give the gradient of one task's loss. Their tangents in a direction of the parameters
+give the Hessian times that direction. Batch norm and ReLU between two layers are computed with a few factors per
+channel, so that each pass reads its tensors few times. Let y be the output of the layer below, `away` = y - mean(y)
+and `above` the gradient at the input of ReLU; means are over the rows of a task. Then
 
     a = relu(A away + shift)                             A = scale inverse,  inverse = 1 / deviation(y)
     slope = A above + B away + D                         B = -A inverse mean(above scaled),  D = -A mean(above)
 
-(`scaled` = inverse away, `slope` the gradient at y), and in their tangents
+with `scaled` = inverse away and `slope` the gradient at y. The tangents are
 
     a_dot = A y_dot + F away + (shift_dot - A mean(y_dot))        F = inverse (scale_dot - A mean(scaled y_dot))
     slope_dot = A above_dot + F above + B y_dot + E away + R
@@ -28,7 +28,7 @@ from metaleader.engine.conv.trace import Layer
 
 
 class _Ahead(NamedTuple):
-    """What a forward pass leaves behind at a layer; of the first one there are columns only."""
+    """Results of a forward pass at a layer: the patches of its input, y - mean(y), 1 / deviation(y), ReLU's mask."""
 
     columns: Tensor
     away: Tensor
@@ -37,9 +37,9 @@ class _Ahead(NamedTuple):
 
 
 class _Back(NamedTuple):
-    """What a backward pass leaves behind at a layer.
+    """Results of a backward pass at a layer.
 
-    `above`, the slope at its output, and of each channel A, B and the means of `above` and of `above scaled`.
+    `above`, the slope at the layer's output, and per channel A, B and the means of `above` and of `above scaled`.
     """
 
     above: Tensor
@@ -51,7 +51,7 @@ class _Back(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """The tangents of a layer's input: of its columns and of y; the means of y_dot and of `scaled y_dot`; F."""
+    """Tangents at a layer's input: of its patches and of y; the means of y_dot and of `scaled y_dot`; F."""
 
     columns: Tensor
     y: Tensor
@@ -61,7 +61,7 @@ class _Moved(NamedTuple):
 
 
 class _Saved:
-    """What the passes at one theta leave behind, by layer, from the second on; and the patches of the images."""
+    """Results of the passes at one theta: the patches of the images, then per layer from the second on."""
 
     def __init__(self, patches: Tensor, ahead: list[_Ahead]) -> None:
         self.patches, self.ahead = patches, ahead
@@ -69,11 +69,11 @@ class _Saved:
 
 
 class TorchPasses:
-    """The four passes in torch's operations.
+    """The four passes in torch operations.
 
     Args:
-        plan: where everything is.
-        compiled: whether what lies between the matrix products is fused by torch.compile.
+        plan: the layout of the flat parameters.
+        compiled: whether torch.compile fuses the operations between the matrix products.
     """
 
     def __init__(self, plan: Plan, compiled: bool = False) -> None:
@@ -84,14 +84,14 @@ class TorchPasses:
         self._ahead_tangent, self._back_tangent = wrap(self._forward_tangent), wrap(self._backward_tangent)
 
     def forward(self, flat: Tensor, patches: Tensor) -> tuple[Tensor, _Saved]:
-        """The last convolution's output, and what the other passes need."""
+        """The output of the last convolution, and the intermediate results for the other passes."""
         y, ahead = self._ahead(flat, patches)
         return y, _Saved(patches, ahead)
 
     def backward(self, flat: Tensor, saved: _Saved, slope: Tensor) -> Tensor:
-        """The gradient with respect to the flat parameters, given that with respect to the output."""
-        parts, saved.back = self._back(flat, saved.patches, saved.ahead, slope)
-        return parts
+        """The gradient with respect to the flat parameters, given the gradient with respect to the output."""
+        gradient, saved.back = self._back(flat, saved.patches, saved.ahead, slope)
+        return gradient
 
     def forward_tangent(self, flat: Tensor, saved: _Saved, v: Tensor) -> tuple[Tensor, list[_Moved]]:
         """The tangent of `forward` in direction v of the parameters."""
@@ -104,11 +104,11 @@ class TorchPasses:
         return self._back_tangent(flat, saved.patches, saved.ahead, saved.back, v, moved, slope_dot)
 
     def whole(self, parts: Tensor) -> Tensor:
-        """The gradient as it is: it has one part."""
+        """Return the gradient unchanged: it is one partial sum."""
         return parts
 
     def descend(self, base: Tensor, parts: Tensor, rates: Tensor | None) -> Tensor:
-        """Subtract the gradient, times step sizes if there are any."""
+        """Subtract the gradient, multiplied by step sizes if given."""
         return base - parts if rates is None else torch.addcmul(base, parts, rates, value=-1)
 
     def _forward(self, flat: Tensor, patches: Tensor) -> tuple[Tensor, list[_Ahead]]:
@@ -128,19 +128,19 @@ class TorchPasses:
     def _backward(
         self, flat: Tensor, patches: Tensor, ahead: list[_Ahead], slope: Tensor
     ) -> tuple[Tensor, list[_Back]]:
-        plan, saved, parts = self.plan, [], []
+        plan, saved, gradients = self.plan, [], []
         for i in reversed(range(1, len(plan.layers))):
             columns, away, inverse, passed = ahead[i - 1]
-            parts.append(torch.bmm(columns.mT, slope).flatten(1))
+            gradients.append(torch.bmm(columns.mT, slope).flatten(1))
             above = self._images(plan, i, torch.bmm(slope, plan.weight(flat, i).mT), passed)
             mean, along = above.mean(1, keepdim=True), (above * away).mean(1, keepdim=True) * inverse
-            parts.append(torch.cat([along, mean], 2).flatten(1) * above.shape[1])
+            gradients.append(torch.cat([along, mean], 2).flatten(1) * above.shape[1])
             a = plan.norm(flat, i)[0] * inverse
             b = -a * inverse * along
             saved.append(_Back(above, slope, a, b, mean, along))
             slope = torch.addcmul(-a * mean, above, a).addcmul_(away, b)
-        parts.append(torch.bmm(patches.mT, slope).flatten(1))
-        return torch.cat(parts[::-1], 1), saved[::-1]
+        gradients.append(torch.bmm(patches.mT, slope).flatten(1))
+        return torch.cat(gradients[::-1], 1), saved[::-1]
 
     def _forward_tangent(
         self, flat: Tensor, patches: Tensor, ahead: list[_Ahead], back: list[_Back], v: Tensor
@@ -168,12 +168,12 @@ class TorchPasses:
         moved: list[_Moved],
         slope_dot: Tensor,
     ) -> Tensor:
-        plan, parts = self.plan, []
+        plan, gradients = self.plan, []
         for i in reversed(range(1, len(plan.layers))):
             (columns, away, inverse, passed), dot = ahead[i - 1], moved[i - 1]
             above, slope, a, b, mean, along = back[i - 1]
-            parts.append(torch.bmm(dot.columns.mT, slope).baddbmm_(columns.mT, slope_dot).flatten(1))
-            # One product of [slope_dot, slope]: what it gives is large, and is written once.
+            gradients.append(torch.bmm(dot.columns.mT, slope).baddbmm_(columns.mT, slope_dot).flatten(1))
+            # One product with [slope_dot, slope]: the result is large and is written once.
             weights = torch.cat([plan.weight(flat, i), plan.weight(v, i)], 2)
             both = torch.bmm(torch.cat([slope_dot, slope], 2), weights.mT)
             above_dot = self._images(plan, i, both, passed)
@@ -181,16 +181,16 @@ class TorchPasses:
             # mean(above_dot scaled + above scaled_dot), with scaled_dot = inverse (y_dot - mean - scaled along)
             around = (above_dot * away).add_(above * dot.y).mean(1, keepdim=True)
             around = inverse * (around - mean * dot.mean - along * dot.along)
-            parts.append(torch.cat([around, mean_dot], 2).flatten(1) * above.shape[1])
+            gradients.append(torch.cat([around, mean_dot], 2).flatten(1) * above.shape[1])
             e = inverse * (a * (inverse * along * dot.along - around) - dot.f * along)
             r = a * (inverse * along * dot.mean - mean_dot) - dot.f * mean
             slope_dot = torch.addcmul(r, above_dot, a).addcmul_(above, dot.f).addcmul_(dot.y, b).addcmul_(away, e)
-        parts.append(torch.bmm(patches.mT, slope_dot).flatten(1))
-        return torch.cat(parts[::-1], 1)
+        gradients.append(torch.bmm(patches.mT, slope_dot).flatten(1))
+        return torch.cat(gradients[::-1], 1)
 
 
 def _columns(plan: Plan, i: int, z: Tensor, passed: Tensor | None) -> Tensor:
-    """Patches of ReLU's output; where it lets through is given for a tangent, and found for z itself."""
+    """Patches of relu(z), or for the tangent of relu, of z times its mask `passed`."""
     layer, (high, wide) = plan.layers[i], plan.sizes[i]
     pad, z = layer.padding, z.unflatten(1, (-1, high, wide))
     images = z.new_zeros(*z.shape[:2], high + 2 * pad, wide + 2 * pad, layer.channels)
@@ -203,7 +203,7 @@ def _columns(plan: Plan, i: int, z: Tensor, passed: Tensor | None) -> Tensor:
 
 
 def _images(plan: Plan, i: int, columns: Tensor, passed: Tensor) -> Tensor:
-    """The transpose of `_columns`: what the patches of a layer's input add up to, (tasks, rows, channels)."""
+    """The transpose of `_columns`: the sum of overlapping patches at each input pixel, (tasks, rows, channels)."""
     layer, (high, wide), (out_high, out_wide) = plan.layers[i], plan.sizes[i], plan.sizes[i + 1]
     s, pad, taps = layer.stride, layer.padding, _taps(plan, i, columns)
     out = columns.new_zeros(*taps.shape[:2], high + 2 * pad, wide + 2 * pad, layer.channels)
@@ -220,7 +220,7 @@ def _taps(plan: Plan, i: int, columns: Tensor) -> Tensor:
     return columns.unflatten(2, (layer.kernel, layer.kernel, layer.channels)).unflatten(1, (-1, *plan.sizes[i + 1]))
 
 
-# The same two for a compiler: nothing is written in place, and indices are plain sums of loop variables.
+# The same two functions for a compiler: no in-place writes, and indices are plain sums of loop variables.
 
 
 def _fused_columns(plan: Plan, i: int, z: Tensor, passed: Tensor | None) -> Tensor:
@@ -236,7 +236,7 @@ def _fused_columns(plan: Plan, i: int, z: Tensor, passed: Tensor | None) -> Tens
 def _fused_images(plan: Plan, i: int, columns: Tensor, passed: Tensor) -> Tensor:
     layer, (high, wide) = plan.layers[i], plan.sizes[i]
     s, pad, taps = layer.stride, layer.padding, _taps(plan, i, columns)
-    # Pixels as far from a multiple of the stride see the same taps.
+    # Pixels with the same offset from a multiple of the stride receive the same taps.
     classes = [
         _class_of_pixels(layer, taps, y, x, (high + 2 * pad, wide + 2 * pad)) for y in range(s) for x in range(s)
     ]
@@ -246,7 +246,7 @@ def _fused_images(plan: Plan, i: int, columns: Tensor, passed: Tensor) -> Tensor
 
 
 def _class_of_pixels(layer: Layer, taps: Tensor, first: int, second: int, size: tuple[int, int]) -> Tensor:
-    """What the patches add up to at every stride-th pixel of padded images, from one pixel on."""
+    """The sum of overlapping patches at every stride-th pixel of padded images, from pixel (first, second) on."""
     k, s, (out_high, out_wide) = layer.kernel, layer.stride, taps.shape[2:4]
     high, wide = -(-size[0] // s), -(-size[1] // s)
     total = taps.new_zeros(*taps.shape[:2], high, wide, layer.channels)

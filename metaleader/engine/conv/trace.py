@@ -1,4 +1,4 @@
-"""A network divided into the convolutions that its images go through first, and a head: the rest."""
+"""Split a network into a chain: its leading convolutions, and a head that contains all later operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metaleader.nets.layers import BatchNorm, Conv2d
 
 
 class Layer(NamedTuple):
-    """A convolution of a chain, with the batch norm before it (of its input; the first layer has none)."""
+    """A convolution of a chain and the batch norm of its input; the first layer has no batch norm."""
 
     weight: str
     norm: str | None
@@ -28,13 +28,14 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """A network divided into convolutions and a head.
+    """A network split into convolutions and a head.
 
     Attributes:
+        network: the whole network.
         layers: the convolutions.
-        head: the rest, from the last convolution's batch norm on; its parameters keep their names.
-        silent: parameters without effect: the biases of convolutions, which batch norm takes out again, and what
-            forward does not use.
+        head: all operations from the last convolution's batch norm on; its parameters keep their names.
+        silent: parameters without effect on the output: the biases of the convolutions, which batch norm cancels, and
+            parameters that forward does not use.
     """
 
     network: Network
@@ -44,20 +45,20 @@ class Chain:
 
     @property
     def names(self) -> list[str]:
-        """All parameters of the network."""
+        """The names of all parameters of the network."""
         return [name for name, _ in self.network.module.named_parameters()]
 
     @property
     def head_names(self) -> list[str]:
-        """The parameters of the head."""
+        """The names of the parameters of the head."""
         return [name for name, _ in self.head.named_parameters()]
 
 
 def find_chain(network: Network) -> Chain | None:
-    """Divide a network whose images go through a plain convolution, batch norm and ReLU first, however it is written.
+    """Split a network that begins with a plain convolution, batch norm and ReLU; return None for any other network.
 
-    Its forward is traced with torch.fx as far as it holds convolutions; what cannot be traced is no chain. What comes
-    of it is not to be trusted before it was compared with the network (`proof`).
+    Modules that contain convolutions are traced with torch.fx; if tracing fails, the network is not a chain. Tracing
+    can misread a network: compare the chain with the network before use (`metaleader.engine.conv.selfcheck.agrees`).
     """
     module = network.module
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -78,37 +79,37 @@ def find_chain(network: Network) -> Chain | None:
         norm = norm_name, after
     if last is None or graph is None:
         return None
-    head = _rest(module, graph, last)
-    of_head = {name for name, _ in head.named_parameters()}
+    head = _head(module, graph, last)
+    head_params = {name for name, _ in head.named_parameters()}
     norms = {f"{layer.norm}.{kind}" for layer in layers if layer.norm for kind in ("weight", "bias")}
-    taken = norms | {layer.weight for layer in layers}
-    if of_head & (taken | set(silent)):
+    body_params = norms | {layer.weight for layer in layers}
+    if head_params & (body_params | set(silent)):
         return None
-    silent += [name for name in names if name not in taken | of_head | set(silent)]
+    silent += [name for name in names if name not in body_params | head_params | set(silent)]
     return Chain(network, tuple(layers), head, tuple(silent))
 
 
 class _Tracer(fx.Tracer):
-    """Goes into modules that hold convolutions, and no others."""
+    """Traces into modules that contain convolutions; all other modules are leaves."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Conv2d) or not any(isinstance(part, Conv2d) for part in m.modules())
+        return isinstance(m, Conv2d) or not any(isinstance(child, Conv2d) for child in m.modules())
 
 
 def _trace(module: nn.Module) -> fx.Graph | None:
-    """The graph of a module's forward, or None.
+    """The graph of a module's forward, or None if it cannot be used.
 
-    There is none with hooks, a layer that is called twice, a call for what it changes in place, a forward of the
-    instance's own (which is not the one that would be traced), and where tracing fails.
+    A graph cannot be used if tracing fails, if a traced module has hooks, if a layer is called twice, if the result
+    of a call is unused (an in-place change), or if `forward` is an attribute of the instance, which is not traced.
     """
     tracer = _Tracer()
     if "forward" in vars(module):
         return None
-    if any(not tracer.is_leaf_module(part, "") and _has_hooks(part) for part in module.modules()):
+    if any(not tracer.is_leaf_module(child, "") and _has_hooks(child) for child in module.modules()):
         return None
     try:
         graph = tracer.trace(module)
-    except Exception:  # whatever a user's forward raises when it is shown no numbers
+    except Exception:  # a user's forward may raise anything when called with a proxy instead of a tensor
         return None
     called = [node.target for node in graph.nodes if node.op == "call_module"]
     unused = [node for node in graph.nodes if not node.users and node.op not in ("placeholder", "output")]
@@ -123,21 +124,21 @@ def _only_input(graph: fx.Graph) -> fx.Node | None:
 def _block_after(
     node: fx.Node, module: nn.Module
 ) -> tuple[fx.Node, tuple[str, Conv2d], tuple[str, BatchNorm], fx.Node] | None:
-    """A convolution, batch norm and ReLU that a node's output goes through: its node, the two layers, ReLU's node."""
+    """The convolution, batch norm and ReLU after a node: the convolution's node, two named layers, ReLU's node."""
     path = [node]
     while len(path) < 4:
         users = list(path[-1].users)
         if len(users) != 1 or users[0].args != (path[-1],) or users[0].kwargs.keys() - {"inplace"}:
             return None
         path += users
-    parts = [module.get_submodule(str(at.target)) if at.op == "call_module" else None for at in path[1:]]
-    conv, norm, relu = parts
+    modules = [module.get_submodule(str(at.target)) if at.op == "call_module" else None for at in path[1:]]
+    conv, norm, relu = modules
     if type(conv) is not Conv2d or type(norm) is not BatchNorm or norm.weight is None or norm.bias is None:
         return None
     if type(relu) is not nn.ReLU and (path[3].op, path[3].target) not in _RELU_CALLS:
         return None
     square = all(len(set(pair)) == 1 for pair in (conv.stride, conv.padding, conv.weight.shape[2:]))
-    if not square or any(part is not None and _has_hooks(part) for part in parts):
+    if not square or any(child is not None and _has_hooks(child) for child in modules):
         return None
     return path[1], (str(path[1].target), conv), (str(path[2].target), norm), path[3]
 
@@ -145,15 +146,18 @@ def _block_after(
 _RELU_CALLS = {("call_function", F.relu), ("call_function", torch.relu), ("call_method", "relu")}
 
 
-def _rest(module: nn.Module, graph: fx.Graph, last: fx.Node) -> nn.Module:
-    """What a module does with the output of a convolution; parameters keep their names."""
+def _head(module: nn.Module, graph: fx.Graph, last: fx.Node) -> nn.Module:
+    """A module of the operations after the last convolution, with the output of that convolution as its input.
+
+    Parameters keep their names. The graph is changed in place.
+    """
     first = _only_input(graph)
     assert first is not None
     with graph.inserting_after(first):
-        given = graph.placeholder("features")
-    last.replace_all_uses_with(given)
+        features = graph.placeholder("features")
+    last.replace_all_uses_with(features)
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op != "output" and node is not given:
+        if not node.users and node.op != "output" and node is not features:
             graph.erase_node(node)
     graph.lint()
     return fx.GraphModule(module, graph)

@@ -1,4 +1,4 @@
-"""A chain's gradient by hand, against autograd through every step."""
+"""Compare the gradient of a chain with autograd through every inner step."""
 
 import functools
 import pickle
@@ -32,7 +32,7 @@ TASKS, IMAGES, SIZE = 3, 4, (9, 7)
 
 
 def conv_net() -> nn.Module:
-    """Three convolutions of different kinds, with a bias that batch norm takes out, and a head with batch norm."""
+    """Three different convolutions, two with a bias that batch norm cancels, and a head with batch norm."""
     return nn.Sequential(
         nn.Conv2d(2, 5, 3, stride=2, padding=1),
         nn.BatchNorm2d(5, track_running_stats=False),
@@ -66,7 +66,7 @@ def small_net() -> nn.Module:
 def work(
     model: nn.Module, compiled: bool = False, **options: Any
 ) -> tuple[ChainGradient, Objective, Any, Batch, Batch]:
-    """A chain's gradient, and what to call it with: two replicas with parameters of their own."""
+    """The gradient program of a chain and its arguments, for two learners with different parameters."""
     network = Network(model, ml.losses.cross_entropy)
     chain = find_chain(network)
     assert chain is not None
@@ -113,7 +113,7 @@ LEARNED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _quick_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile without generating code; on a GPU, with it."""
+    """Compile without code generation; GPU tests use the real compiler."""
     if request.node.get_closest_marker("gpu") is not None:
         return
     quick = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
@@ -126,13 +126,13 @@ def test_gradient_equals_autograd_through_every_step(options: dict[str, Any]) ->
     compare_with_autograd(**options)
 
 
-# What torch's compiler itself warns of.
+# Warnings raised inside torch's compiler.
 compiling = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*", "ignore:.*lru_cache.*:UserWarning")
 
 
 @compiling
 def test_inductor_gradient_equals_autograd(inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies between two convolutions, with odd sizes, a stride and a padding; the head as it is, to be quick."""
+    """Compile only the passes, with odd sizes, a stride and padding; the head runs eagerly to save time."""
     monkeypatch.setattr(gradient_module, "compile_whole", lambda function: function)
     monkeypatch.setattr(passes_module, "compile_whole", compile_whole)
     compare_with_autograd(small_net, compiled=True, steps=2)
@@ -142,7 +142,7 @@ def test_inductor_gradient_equals_autograd(inductor: None, monkeypatch: pytest.M
 @compiling
 @pytest.mark.parametrize(("tasks", "sizes"), [(6, {3}), (5, {3, 2}), (2, {2})])
 def test_compiled_tasks_go_in_even_chunks(tasks: int, sizes: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for three, six make two chunks of one size, and five leave a rest."""
+    """With a limit of three tasks, six tasks make two equal chunks, and five make chunks of three and two."""
     monkeypatch.setattr(gradient_module, "compile_whole", lambda function: function)
     monkeypatch.setattr(passes_module, "compile_whole", lambda function: function)
     program, _, params, support, query = work(conv_net(), compiled=True)
@@ -204,12 +204,12 @@ def compare_with_autograd(model: Callable[[], nn.Module] = conv_net, compiled: b
         torch.testing.assert_close(losses[r], loss, rtol=1e-10, atol=1e-12)
         for name, value in expected.items():
             torch.testing.assert_close(found[name][r], value, rtol=1e-8, atol=1e-11, msg=name)
-            assert found[name].is_contiguous(), "a fused optimiser takes no other"
+            assert found[name].is_contiguous(), "a fused optimiser needs contiguous gradients"
 
 
 @pytest.mark.parametrize("options", LEARNED.values(), ids=LEARNED.keys())
 def test_learned_step_sizes_have_their_gradient(options: dict[str, Any]) -> None:
-    """Each replica with its own; of their logarithms."""
+    """The gradient with respect to the logarithms of the step sizes, which differ between the learners."""
     program, objective, params, support, query = work(conv_net(), learn_lr=True, **options)
     moving = sorted(moving_names(program.chain.names, objective.inner.only))
     sizes = [{name: 0.05 + 0.01 * i + 0.1 * r for i, name in enumerate(moving)} for r in range(2)]
@@ -242,7 +242,7 @@ def test_first_order_is_the_query_gradient_at_the_adapted_parameters(only: str |
 
 @pytest.mark.parametrize("only", ["1*", "6*"])
 def test_adapted_parameters_are_those_of_adapt(only: str) -> None:
-    """Of a part of the head, and of a part of the convolutions."""
+    """With only some layers of the head adapted, and with only the last convolution."""
     program, objective, params, support, _ = work(conv_net(), only=only)
     data = Batch(support.x[:, 0], support.y[:, 0])
     found = program.adapted(params, data, (0, 2, 3))
@@ -257,7 +257,7 @@ def test_adapted_parameters_are_those_of_adapt(only: str) -> None:
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("model", ["chain", "no chain"])
 def test_predictions_are_those_of_the_adapted_nets(model: str, learned: bool) -> None:
-    """Measured as one program: what each learner's own nets say, with step sizes of their own and batch norm's both."""
+    """Batched predictions equal those of each learner's adapted nets, with both kinds of batch norm statistics."""
     build = conv_net if model == "chain" else lambda: nn.Sequential(nn.Identity(), conv_net())
     rates = {("" if model == "chain" else "1.") + name: rate for name, rate in RATES.items()}
     engine, learners = Engine("eager"), []
@@ -348,7 +348,7 @@ def test_hooks_are_kept(which: str) -> None:
 
 
 def test_step_sizes_that_are_tensors() -> None:
-    """One of shape (1,), and one that is changed in place between two calls."""
+    """Step sizes of shape (1,) and (), changed in place between two calls."""
     for rate in (torch.tensor([0.3], dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)):
         program, _, params, support, query = work(conv_net(), lr=rate)
         program(params, support, query)
@@ -419,7 +419,7 @@ def test_the_state_of_another_optimiser_is_refused() -> None:
 
 
 class Written(nn.Module):
-    """A network as users write them: blocks in a list, activations as functions, a view."""
+    """A typical user-defined network: blocks in a list, functional activations, a view."""
 
     def __init__(self, kind: str = "") -> None:
         super().__init__()
@@ -440,7 +440,7 @@ class Written(nn.Module):
 
 
 class InnerBlock(nn.Module):
-    """The second block, with a pass around it."""
+    """The second block, with a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -451,7 +451,7 @@ class InnerBlock(nn.Module):
 
 
 def deep() -> nn.Module:
-    """Sequences within sequences, as blocks are often made."""
+    """Nested `nn.Sequential` blocks."""
     blocks = [nn.Sequential(*block()), nn.Sequential(nn.Conv2d(4, 4, 1), *block()[1:])]
     return nn.Sequential(nn.Sequential(*blocks), nn.Sequential(nn.Flatten(), nn.Linear(4 * 7 * 5, 3))).double()
 
@@ -464,7 +464,7 @@ WRITTEN: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 
 @pytest.mark.parametrize(("name", "compiled"), [(name, False) for name in WRITTEN] + [("a class", True)])
 def test_a_users_own_network_is_a_chain_too(name: str, compiled: bool) -> None:
-    """As far as it is one: what comes after is the head, which compiles."""
+    """The leading blocks form the chain; the remaining operations are the head, which compiles."""
     build, weights = WRITTEN[name]
     program, objective, params, support, query = work(build(), compiled=compiled)
     assert [layer.weight for layer in program.chain.layers] == weights
@@ -571,6 +571,6 @@ def test_gpu_runs_repeat_bit_for_bit_and_agree_with_the_cpu(options: dict[str, A
         runs.append(run)
     for first, again, eager, slow in zip(*runs, strict=True):
         value = first.state.flat
-        torch.testing.assert_close(again.state.flat, value, rtol=0, atol=0)  # says by how much
+        torch.testing.assert_close(again.state.flat, value, rtol=0, atol=0)  # reports the difference on failure
         torch.testing.assert_close(eager.state.flat, value, rtol=1e-3, atol=2e-4)
         torch.testing.assert_close(slow.state.flat, value.cpu(), rtol=1e-3, atol=2e-4)

@@ -1,4 +1,4 @@
-"""Networks that tracing misreads: whatever they do, an engine's gradient is that of the network."""
+"""Networks that tracing misreads: the engine's gradient must still be that of the network."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from metaleader.tasks import Batch
 
 
 class Net(nn.Module):
-    """One block and a dense layer; the kinds below change what happens to the features."""
+    """One block and a dense layer, with an optional function applied to the features between them."""
 
     def __init__(self, features: Callable[["Net", Tensor], Tensor] | None = None) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 class Reversed(torch.autograd.Function):
-    """A backward of its own."""
+    """An identity with a custom backward that negates the gradient."""
 
     generate_vmap_rule = True
 
@@ -107,12 +107,12 @@ def test_the_gradient_is_the_networks(build: Callable[[], nn.Module], learn_lr: 
 
 
 def test_what_is_not_misread_is_a_chain() -> None:
-    """The nets above differ from one that is."""
+    """A network like those above, but without the misread operation, is a chain."""
     assert find_chain(Network(Net(lambda net, x: 2 * x), ml.losses.cross_entropy)) is not None
 
 
 def test_predictions_do_not_trust_it_either() -> None:
-    """They come first for a learner that does not learn yet."""
+    """FTL predicts before its first update, so the chain must be checked at the prediction."""
     learner = ml.FTL(lambda: Net(by_type).double(), ml.losses.cross_entropy, inner_lr=0.3)
     learner.begin("first")
     x = oracles.normal("x", 6, 2, 5, 6)

@@ -1,4 +1,4 @@
-"""Batch norm and ReLU inside the kernels: their sums, and a layer's input and slope by a few factors a channel."""
+"""Batch norm and ReLU inside the kernels: their sums, and a layer's input and slope by a few factors per channel."""
 # pyright: basic, reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def finish(
     C: tl.constexpr,
     MOMENTS: tl.constexpr,
 ):
-    """The last block of a task combines all: mean and inverse deviation, or two sums over the number of rows."""
+    """In the last block of a task, combine the results of all its blocks.
+
+    The result is the mean and the inverse deviation with MOMENTS, and two sums divided by the number of rows without.
+    """
     tl.debug_barrier()
     arrived = tl.atomic_add(COUNT + b, 1, sem="acq_rel")
     if arrived == blocks - 1:
@@ -60,7 +63,10 @@ def finish(
 
 @triton.jit
 def input_constants(STATS, DSTATS, flat, v, b, norm_at, c, C: tl.constexpr, TANGENT: tl.constexpr):
-    """What a layer makes of its input y: a = relu(A (y - mean) + shift), a_dot = A y_dot + F (y - mean) + D there."""
+    """Factors per channel that give a layer's input from y, and its tangent.
+
+    a = relu(A (y - mean) + shift); where a > 0, a_dot = A y_dot + F (y - mean) + D.
+    """
     mean = tl.load(STATS + b * 2 * C + c)
     inverse = tl.load(STATS + b * 2 * C + C + c)
     A = tl.load(flat + norm_at + c) * inverse
@@ -78,9 +84,10 @@ def slope_constants(
     GSTATS, YSTATS, GDSTATS, YDSTATS, flat, v, b, norm_at, o,
     C: tl.constexpr, TOP: tl.constexpr, TANGENT: tl.constexpr,
 ):  # fmt: skip
-    """The slope at a channel of a layer's output y, A above + B (y - mean) + D, and its tangent.
+    """Factors per channel that give the slope at a layer's output y, and its tangent.
 
-    slope_dot = A above_dot + F above + B y_dot + E (y - mean) + R. At the top the slope is given.
+    slope = A above + B (y - mean) + D; slope_dot = A above_dot + F above + B y_dot + E (y - mean) + R. With TOP the
+    slope is an input and all factors are zero.
     """
     mean = tl.zeros((C,), tl.float32)
     A, B, D, F, E, R = mean, mean, mean, mean, mean, mean
@@ -105,7 +112,7 @@ def slope_constants(
 
 @triton.jit
 def slopes(G, Y, GD, YD, at, ok, mean, A, B, D, F, E, R, TOP: tl.constexpr, TANGENT: tl.constexpr):
-    """The slope at places of a layer's output, and its tangent (without TANGENT, the slope again)."""
+    """The slope at elements of a layer's output, and its tangent; without TANGENT, the slope twice."""
     above = tl.load(G + at, mask=ok, other=0.0)
     slope = above
     slope_dot = above

@@ -1,4 +1,4 @@
-"""The kernels: a convolution's output, the gradients of its input and weight, and the step down."""
+"""The kernels: the output of a convolution, the gradients of its input and weight, and the gradient step."""
 # pyright: basic, reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from metaleader.engine.conv.triton.batchnorm import finish, input_constants, slo
 
 @triton.jit
 def as_tf32(x):
-    """The nearest number that TF32 holds: ten bits after the first. What is no number may become zero."""
+    """Round to TF32, which has ten mantissa bits. NaN may become zero."""
     return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def add_product(acc, lost, a, b, PREC: tl.constexpr):
-    """Add a b to acc: by one TF32 product, or in float32 by three, of what TF32 holds of each and of the rest.
+    """Add the matrix product a b to acc, by one TF32 product, or in float32 precision by three TF32 products.
 
-    Of the rest TF32 holds enough, and what is no number stays none there. Tensor cores cut off what they add up, so the
-    long sum is not left to them, and what it loses is kept and added later (Kahan's sum). Triton's own three products
-    ("tf32x3") also look for infinities.
+    For float32, each factor is split into its TF32 rounding and a remainder, whose TF32 precision suffices. NaN stays
+    NaN in the remainder. Tensor cores truncate when they accumulate, so the long sum over products is Kahan's
+    compensated sum. Triton's built-in "tf32x3" also checks for infinities.
 
     Returns:
-        The sum, and what it has lost.
+        The sum, and its rounding error for the next call.
     """
     if PREC == "tf32":
         acc = tl.dot(a, b, acc, input_precision="tf32")
@@ -48,7 +48,10 @@ def forward_kernel(
     BM: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr, SUMS: tl.constexpr, TANGENT: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """A layer's output, with the mean and spread of each block of rows."""
+    """The output of a layer.
+
+    With SUMS also the statistics per channel that the next batch norm needs, computed from those of each block of rows.
+    """
     block, b = tl.program_id(0), tl.program_id(1)
     wide = b.to(tl.int64)
     m = block * BM + tl.arange(0, BM)
@@ -118,10 +121,10 @@ def input_kernel(
     CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, S: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, TOP: tl.constexpr, TANGENT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient at the ReLU before a layer, by cells of stride x stride pixels.
+    """The gradient at the input of the ReLU before a layer, by cells of stride x stride pixels.
 
-    The first pixels of all cells see the same taps, and so do the second ones: a block takes cells, and of each a share
-    of the pixels, one after the other.
+    Pixels at the same position in their cells receive the same taps. A block processes several cells: for each of
+    `share` positions in turn, the pixels at that position of all its cells.
     """
     block, b = tl.program_id(0), tl.program_id(1)
     wide = b.to(tl.int64)
@@ -198,7 +201,7 @@ def weight_kernel(
     BM: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr, TOP: tl.constexpr, TANGENT: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a layer's weight, and of the batch norm after it, over one part of the rows."""
+    """The gradient of a layer's weight and of the batch norm after it, summed over one chunk of the rows."""
     group, part, b = tl.program_id(0) % groups, tl.program_id(0) // groups, tl.program_id(1)
     wide = b.to(tl.int64)
     X += wide * rows_in * CIN
@@ -262,9 +265,9 @@ def descend_kernel(
     BASE, PARTS, RATES, OUT, WHERE, total, num_parts, row,
     BLOCK: tl.constexpr, RATED: tl.constexpr, BASED: tl.constexpr,
 ):  # fmt: skip
-    """Parameters less the sum of the parts, times step sizes with RATED; without BASED, the sum itself."""
+    """Subtract the sum of the partial sums from BASE, multiplied by step sizes with RATED; without BASED, the sum."""
     b = tl.program_id(1).to(tl.int64)
-    # A block of one layer's parameters: where it begins and ends, where its first part is, and how far apart they are.
+    # Per block of parameters: begin, end, offset of its first partial sum, distance to the next, their number.
     where = WHERE + tl.program_id(0) * 5
     i = tl.multiple_of(tl.load(where), 16) + tl.arange(0, BLOCK)
     ok = i < tl.multiple_of(tl.load(where + 1), 16)

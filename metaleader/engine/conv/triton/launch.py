@@ -1,4 +1,4 @@
-"""The launches of the kernels: the passes layer by layer, the tiles, and the second stream."""
+"""Launch the kernels: the passes layer by layer, tile sizes, and a second CUDA stream."""
 # pyright: basic, reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from metaleader.engine.conv.triton.conv import descend_kernel, forward_kernel, i
 
 @dataclass
 class _Saved:
-    """By layer: outputs with their batch norm's statistics, and gradients at ReLU's input with theirs."""
+    """Per layer: outputs and their batch norm statistics, gradients at the input of ReLU and their statistics."""
 
     patches: Tensor
     y: list[Tensor]
@@ -29,27 +29,27 @@ class _Saved:
 
 
 class _Division(NamedTuple):
-    """How the rows of each layer are divided for the gradients of the weights, and where the parts are.
+    """The chunks of rows of each layer for the gradients of the weights, and the offsets of their partial sums.
 
-    A part of a layer holds its weight and the batch norm after it, as they follow each other in the flat parameters.
+    A partial sum of a layer covers its weight and the batch norm after it, in the order of the flat parameters.
     """
 
     chunks: list[int]
     starts: list[int]
     size: int
-    # Of each block of parameters: its begin and end, where its first part is, the way to the next one, their number.
+    # Per block of parameters: begin, end, offset of its first partial sum, distance to the next, their number.
     blocks: Tensor
 
 
 class _Parts(NamedTuple):
-    """A gradient in parts, (tasks, size of the division)."""
+    """A gradient as partial sums, (tasks, size of the division)."""
 
     values: Tensor
     division: _Division
 
 
 class TritonPasses:
-    """The four passes on a GPU, in float32; the plan's first layer has inputs in multiples of 16."""
+    """The four passes on a GPU, in float32; the plan needs `multiple=16`."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -58,12 +58,12 @@ class TritonPasses:
 
     @staticmethod
     def takes(layers: Sequence[Layer]) -> bool:
-        """Whether the kernels are made for these layers: powers of two, as tensor cores like them, and not too many."""
+        """Whether the kernels support these layers: 16, 32 or 64 filters each, sizes that tensor cores support."""
         return all(layer.filters in (16, 32, 64) for layer in layers)
 
     def forward(self, flat: Tensor, patches: Tensor) -> tuple[Tensor, _Saved]:
-        """The last convolution's output, and what the other passes need."""
-        assert flat.is_contiguous() and patches.is_contiguous(), "kernels go by offsets"  # noqa: PT018
+        """The output of the last convolution, and the intermediate results for the other passes."""
+        assert flat.is_contiguous() and patches.is_contiguous(), "the kernels need contiguous tensors"  # noqa: PT018
         saved = _Saved(patches, [], [], [], [])
         for i in range(len(self.plan.layers)):
             y, stats = self._run_forward(i, flat, flat, saved, None)
@@ -72,7 +72,7 @@ class TritonPasses:
         return saved.y[-1], saved
 
     def backward(self, flat: Tensor, saved: _Saved, slope: Tensor) -> _Parts:
-        """The gradient in parts."""
+        """The gradient, as partial sums."""
         return self._run_backward(flat, flat, saved, slope, None, slope)
 
     def forward_tangent(self, flat: Tensor, saved: _Saved, v: Tensor) -> tuple[Tensor, _Saved]:
@@ -85,21 +85,21 @@ class TritonPasses:
         return moved.y[-1], moved
 
     def backward_tangent(self, flat: Tensor, saved: _Saved, v: Tensor, moved: _Saved, slope_dot: Tensor) -> _Parts:
-        """The Hessian times v, in parts."""
+        """The Hessian times v, as partial sums."""
         return self._run_backward(flat, v, saved, saved.above[-1], moved, slope_dot)
 
     def descend(self, base: Tensor, parts: _Parts, rates: Tensor | None) -> Tensor:
-        """Subtract the sum of the parts, times step sizes if there are any."""
+        """Subtract the sum of the partial sums, multiplied by step sizes if given."""
         return self._add_up(base, parts, rates)
 
     def whole(self, parts: _Parts) -> Tensor:
-        """The sum of the parts."""
+        """The sum of the partial sums."""
         return self._add_up(None, parts, None)
 
     def _add_up(self, base: Tensor | None, parts: _Parts, rates: Tensor | None) -> Tensor:
         values, division = parts
         out = values.new_empty(len(values), self.plan.total)
-        # One row of step sizes for all tasks, or one for each.
+        # One row of step sizes for all tasks, or one row per task.
         row = self.plan.total if rates is not None and len(rates) > 1 else 0
         descend_kernel[(len(division.blocks), len(values))](
             base, values, rates, out, division.blocks, self.plan.total, division.size, row,
@@ -137,7 +137,7 @@ class TritonPasses:
         top = len(self.plan.layers) - 1
         division = self._division(flat, [y.shape[1] for y in saved.y])
         parts = _Parts(flat.new_empty(len(flat), division.size), division)
-        # Gradients at the layer at hand with their statistics, and their tangents with theirs; at the top, the slope.
+        # The gradient at the current layer and its statistics, and the same for its tangent; at the top, the slope.
         above = (slope.contiguous(), slope)
         above_dot = (slope_dot.contiguous(), slope_dot) if moved else above
         if moved is None:
@@ -148,7 +148,7 @@ class TritonPasses:
                 slopes = (
                     *above, saved.y[i], saved.stats[i], *above_dot, y_dot.y[i], y_dot.stats[i], flat, v,
                 )  # fmt: skip
-                # The gradients of the weights wait for nobody, and run beside the chain of the others.
+                # No later kernel needs the gradients of the weights, so they run on the second stream.
                 with beside.stream(slopes):
                     self._run_weight(i, saved, moved, slopes, parts)
                 if i == 0:
@@ -219,7 +219,7 @@ class TritonPasses:
         return out, stats
 
     def _inputs(self, i: int, saved: _Saved, moved: _Saved | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A layer's input with its statistics, and the same of its tangent; what does not exist is not read."""
+        """A layer's input and its statistics, then those of its tangent; tensors that do not exist are never read."""
         if i == 0:
             x = saved.patches
             return x, x, x, x
@@ -230,20 +230,20 @@ class TritonPasses:
         return self.plan.starts[i] - 2 * self.plan.layers[i].channels if i else 0
 
     def _count(self, like: Tensor) -> Tensor:
-        """How many blocks of each task are done; the last one sets it back to zero."""
+        """The number of finished blocks per task; the last block resets it to zero."""
         if len(like) not in self._counts:
             self._counts[len(like)] = torch.zeros(len(like), dtype=torch.int32, device=like.device)
         return self._counts[len(like)]
 
 
 class _Beside:
-    """A second stream beside the current one, joined at the end; without a GPU (Triton's interpreter) there is none."""
+    """A second CUDA stream, joined with the current one at exit; without CUDA (Triton's interpreter) a no-op."""
 
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Memory goes back to the current stream: what the second one reads is held until they join.
+        # Freed memory is reused by the current stream: keep the inputs of the second stream until they join.
         self._held: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -262,17 +262,17 @@ class _Beside:
             torch.cuda.current_stream(self._device).wait_stream(self._streams[self._device])
 
 
-# Parameters of a block when parts are added up.
+# Parameters per block when partial sums are added.
 _BLOCK = 1024
 
-# The best of sweeps on an H200 over the paper's shapes. Rows of a block, depth of a step, warps, stages:
+# Tile sizes, the fastest in sweeps on an H200 over the paper's shapes: rows per block, depth per step, warps, stages.
 
 
 def _forward_tile(rows: int, layer: Layer, first: bool) -> tuple[int, int, int, int]:
     if first:
         return 64, 16, 2, 3
     block = 16 if layer.filters >= 32 else 32 if rows < 2048 else 64
-    # With very many rows, larger blocks keep their number down.
+    # With very many rows, use larger blocks to limit their number.
     while rows > 512 * block and block < 128:
         block *= 2
     return block, 0, 4 if rows <= 64 or block == 128 else 2, 2 if _is_wide(layer) else 3
@@ -289,7 +289,7 @@ def _weight_tile(rows: int, layer: Layer, first: bool, tangent: bool) -> tuple[i
 
 
 def _input_tile(cells: int, layer: Layer) -> tuple[int, int, int, int]:
-    """Cells of a block, pixels of a cell, warps, stages, by the cells of all tasks."""
+    """Cells per block, pixel positions per block, warps, stages; `cells` counts the cells of all tasks."""
     if _is_wide(layer):
         return 16, layer.stride**2 if cells >= 2**13 else 1, 4, 1
     if cells >= 2**13:
@@ -299,12 +299,12 @@ def _input_tile(cells: int, layer: Layer) -> tuple[int, int, int, int]:
 
 
 def _is_wide(layer: Layer) -> bool:
-    """Whether a tap's weight is large for registers and shared memory."""
+    """Whether the weight of one tap is large for registers and shared memory."""
     return layer.channels * layer.filters > 32 * 32
 
 
 def _chunks(columns: int, rows: int) -> int:
-    """The parts that rows are divided into for the weights' gradients: enough blocks, and no part small or empty."""
+    """The number of chunks of rows for the weights' gradients: enough blocks for a GPU, no chunk small or empty."""
     wanted = max(600 // columns, min(4, rows // 128), 1)
     return triton.cdiv(rows, triton.cdiv(triton.cdiv(rows, min(wanted, 64)), 32) * 32)
 

@@ -1,4 +1,4 @@
-"""The Triton kernels against the same passes in torch, run by Triton's interpreter where there is no GPU."""
+"""Compare the Triton kernels with the same passes in torch; without a GPU, Triton's interpreter runs them."""
 
 import functools
 import os
@@ -24,7 +24,7 @@ from tests.engine.conv.triton import test_launch
 from metaleader.engine.conv.triton import TritonPasses, launch
 for model, size in test_launch.SHAPES:
     test_launch.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[1]))
-# As where there are many cells; the last shape has strides of one, two and three.
+# The tiles used with many cells; the last shape has strides of one, two and three.
 launch._input_tile = lambda cells, layer: (16, layer.stride**2, 2, 1)
 test_launch.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[1]))
 test_launch.find_what_is_no_number(TritonPasses, torch.device(sys.argv[1]))
@@ -33,7 +33,7 @@ print("all agree")
 
 
 def wide_net() -> nn.Module:
-    """More channels than the kernels take at once, and a stride that is no power of two."""
+    """Up to 64 channels, kernel sizes of three and four, and a stride that is not a power of two."""
     layers: list[nn.Module] = []
     for inputs, filters, kernel, stride, padding in [(2, 64, 3, 1, 1), (64, 16, 3, 2, 0), (16, 32, 4, 3, 2)]:
         layers += [
@@ -52,7 +52,7 @@ SHAPES: list[tuple[Callable[[], nn.Module], tuple[int, int]]] = [
 
 
 def compare_passes(model: nn.Module, size: tuple[int, int], make: Any, device: torch.device, images: int = 3) -> None:
-    """Every pass of the kernels in float32 against torch's operations in float64."""
+    """Compare every pass of the kernels in float32 with torch operations in float64."""
     chain = find_chain(Network(model, ml.losses.squared_error))
     assert chain is not None
     plan = Plan(chain.layers, size, 16)
@@ -82,7 +82,7 @@ def compare_passes(model: nn.Module, size: tuple[int, int], make: Any, device: t
 
 
 def find_what_is_no_number(make: Any, device: torch.device) -> None:
-    """A slope that is not a number, in the bits that a GPU gives it, is no number in the gradients that it reaches."""
+    """A NaN in the slope, with the bit pattern that a GPU produces, gives NaN in the gradient of its task only."""
     chain = find_chain(Network(ml.models.conv_net(3, 9, 3, filters=16, layers=3), ml.losses.squared_error))
     assert chain is not None
     passes = make(Plan(chain.layers, (9, 9), 16))
@@ -97,7 +97,7 @@ def find_what_is_no_number(make: Any, device: torch.device) -> None:
 
 
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="Triton is missing: its interpreter cannot be used")
+    pytest.importorskip("triton", reason="Triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", KERNELS, "cpu"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
