@@ -107,6 +107,8 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
     learners, data or rows differ in kind or shape.
     """
     lead = learners[0]
+    if any(number < 0 for number in steps):
+        raise ValueError(f"steps must be integers of at least 0, got {list(steps)}")
     data = [learner.memory.current() if learner.task is not None else None for learner in learners]
     if lead.network.has_dropout or any(batch is None for batch in data):
         return None
@@ -182,14 +184,17 @@ class Outer:
             self._batched.step(gradients, norms, lr)
             return
         gradients = _clipped(gradients, norms, self._rule.clip)
-        for optimizer, tensors, gradient in zip(self._optimizers, self._rows, gradients, strict=True):
+        groups = zip(self._optimizers, self._rows, self.flat, gradients, strict=True)
+        for optimizer, tensors, row, gradient in groups:
             for tensor, value in zip(tensors, self._layout.named(gradient).values(), strict=True):
                 tensor.grad = value
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-            for tensor in tensors:
+            for tensor, view in zip(tensors, self._layout.named(row).values(), strict=True):
                 tensor.grad = None
+                if tensor.data_ptr() != view.data_ptr():  # the optimiser replaced the data of the parameter
+                    tensor.data = view.copy_(tensor)
 
     def states(self, step: int) -> list[State]:
         """The states after the updates, with the given number of updates made."""

@@ -366,7 +366,7 @@ def test_learners_that_differ_are_asked_one_by_one() -> None:
     assert predict_together([first, second], [x, x], (1,)) is None, "their step sizes differ"
     assert predict_together([first, first], [x, x[:4]], (1,)) is None, "their rows differ"
     assert predict_together([first, ml.FTL(conv_net, ml.losses.cross_entropy)], [x, x], (1,)) is None, "one has no data"
-    with pytest.raises(ValueError, match="steps must be an integer"):
+    with pytest.raises(ValueError, match="steps must be integers of at least 0"):
         predict_together([first], [x], (-1,))
 
 
@@ -414,7 +414,7 @@ def test_the_state_of_another_optimiser_is_refused() -> None:
         seen(ml.TOE(conv_net, ml.losses.cross_entropy, query=3, optimizer=way), x) for way in ("adam", torch.optim.Adam)
     )
     adam.update(1)
-    with pytest.raises(ValueError, match="of another optimiser"):
+    with pytest.raises(ValueError, match="belongs to another optimiser"):
         other.load_state_dict(adam.state_dict())
 
 
