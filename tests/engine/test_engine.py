@@ -143,7 +143,7 @@ def test_compiled_equals_eager(options: dict[str, Any], quick_compiler: None) ->
 
 
 def test_inductor_side_by_side_equals_eager_alone(inductor: None) -> None:
-    options: dict[str, Any] = {"model": own_conv}
+    options: dict[str, Any] = {"model": mlp}
     assert_same(updated("compiled", 2, **options), updated("eager", 2, together=False, **options), 1e-10)
 
 

@@ -296,14 +296,14 @@ def test_replicas_side_by_side_equal_separate_calls(name: str):
 @pytest.mark.usefixtures("one_thread")
 def test_memory_hardly_grows_with_the_number_of_inner_steps():
     network = Network(models.conv_net(10), losses.cross_entropy)
-    batch = Batch(normal("x", 25, 10, 3, 28, 28, dtype=torch.float32), labels("y", 10, 25, 10))
+    batch = Batch(normal("x", 5, 10, 3, 28, 28, dtype=torch.float32), labels("y", 10, 5, 10))
     peaks = []
     for steps in (2, 20):
         with PeakMemory() as memory:
             meta_gradient(network.loss_fn, network.params(), batch, batch, 0.1, steps)
         peaks.append(memory.peak)
-    # A plain unrolled step holds over 50 MB of activations for 25 tasks; so much must be seen.
-    assert peaks[0] > 50e6
+    # One inner step holds over 10 MB of activations for 5 tasks, which the measurement must see.
+    assert peaks[0] > 10e6
     assert peaks[1] <= 1.5 * peaks[0]
 
 

@@ -23,10 +23,10 @@ import sys, torch
 from tests.engine.conv.triton import test_launch
 from metaleader.engine.conv.triton import TritonPasses, launch
 for model, size in test_launch.SHAPES:
-    test_launch.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[1]))
+    test_launch.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[1]), images=2)
 # The tiles used with many cells; the last shape has strides of one, two and three.
 launch._input_tile = lambda cells, layer: (16, layer.stride**2, 2, 1)
-test_launch.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[1]))
+test_launch.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[1]), images=1)
 test_launch.find_what_is_no_number(TritonPasses, torch.device(sys.argv[1]))
 print("all agree")
 """
