@@ -60,7 +60,7 @@ from metaleader.runs.folder import read_records, read_times
 
 RESULTS = Path(__file__).resolve().parent
 PAGES = (*sorted(RESULTS.glob("*.md")), RESULTS.parent.parent / "README.md")
-BLOCK = re.compile(r"(<!-- (table|claims|tuning):\s([^>]*?)\s*-->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (table|claims|tuning):(?: |(?=\n))([^>]*?)\s*-->\n)(.*?)(<!-- end -->)", re.DOTALL)
 TIMES = {
     "seconds": lambda rows: f"{sum(row['seconds'] for row in rows):,.0f}",
     "first-round": lambda rows: f"{rows[0]['seconds']:.0f}",
