@@ -39,14 +39,6 @@ def test_the_file_tree_is_that_of_the_package() -> None:
     assert sorted(folders) == sorted(name for name in listed if (package / name).is_dir())
 
 
-def test_the_rows_of_rainbow_are_those_of_its_page() -> None:
-    page = (ROOT / "docs" / "results" / "rainbow-mnist.md").read_text()
-    rows = README.split("| method | after 20 datapoints |")[1].split("\n\n")[0].splitlines()[2:]
-    assert len(rows) == 5
-    for row in rows:
-        assert f"\n{row} " in page
-
-
 def test_the_presets_have_the_extra_methods() -> None:
     table = README.split("| extra methods | presets |")[1].split("\n\n")[0].splitlines()[2:]
     listed: dict[str, set[str]] = {}
