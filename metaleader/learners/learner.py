@@ -112,13 +112,13 @@ class Learner(ABC):
     def __getattr__(self, name: str) -> Any:
         # Options are read as attributes of the learner.
         options = self.__dict__.get("options")
-        if options is None or not hasattr(options, name):
+        if options is None or name not in options.__dataclass_fields__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(options, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         options = self.__dict__.get("options")
-        if options is not None and hasattr(options, name) and getattr(options, name) != value:
+        if options is not None and name in options.__dataclass_fields__ and getattr(options, name) != value:
             raise ValueError(f"{name} is set when a learner is built; build a new one, or load a state into it")
         super().__setattr__(name, value)
 

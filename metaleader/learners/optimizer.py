@@ -98,8 +98,8 @@ def state_from_tree(tree: Mapping[str, Any], layout: Layout, like: State, elemen
     if tree["optimizer"].get("flat", elementwise) != elementwise or not fits:
         raise ValueError("the state belongs to another optimiser, or to an earlier version; start a new learner")
     if elementwise:
-        # torch keeps its step counters on the CPU.
-        slots = {name: v.to(like.flat.device) if v.ndim else v for name, v in saved.get("0", {}).items()}
+        # The library's optimisers are fused, and keep their step counters on the device too.
+        slots = {name: value.to(like.flat.device) for name, value in saved.get("0", {}).items()}
     else:
         slots = {"state": saved, "groups": groups} if groups else {}
     return State(layout.flat(params), slots, tree["step"], tree["schedule_start"])
