@@ -220,6 +220,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, step):
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("METALEADER_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
     monkeypatch.delenv("METALEADER_CACHE")
