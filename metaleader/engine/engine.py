@@ -244,10 +244,7 @@ def _adapted(
     """The parameters after each of these numbers of adaptation steps; rates are None where they are learned."""
 
     def run(params: Params, data: Batch | ClassBatch, numbers: range) -> Params:
-        step_rates = dict(learned_rates(params)) if rates is None else rates
-        moving = {name: params[name] for name in step_rates}
-        fixed = {name: v for name, v in params.items() if name not in moving and not name.startswith(LOG_LR)}
-        return params | descend(network.loss_fn, moving, fixed, step_rates, data, numbers)
+        return descend(network.loss_fn, params, learned_rates(params) if rates is None else rates, data, numbers)
 
     result, done = {}, 0
     for number in sorted(set(steps)):

@@ -88,10 +88,7 @@ class Adaptation(NamedTuple):
 
     def run(self, loss_fn: LossFn, params: Params, data: Any, steps: range, noise: Tensor | None = None) -> Params:
         """Take the gradient steps with these numbers on one task's data; learned step sizes are not changed."""
-        rates = self.rates(params)
-        moving = {name: params[name] for name in rates}
-        fixed = {name: v for name, v in params.items() if name not in rates and not name.startswith(LOG_LR)}
-        return params | descend(loss_fn, moving, fixed, rates, data, steps, noise)
+        return descend(loss_fn, params, self.rates(params), data, steps, noise)
 
 
 def learned_rates(params: Params) -> Params:

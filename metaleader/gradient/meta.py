@@ -57,26 +57,25 @@ def adapt(
     {'w': tensor(0.7500)}
     """
     check_steps(steps, noise, rows=steps)
-    moving, fixed = split(params, only)
-    moving = descend(loss_fn, moving, fixed, step_sizes(lr, moving), batch, range(steps), noise)
-    return {name: moving[name] if name in moving else fixed[name] for name in params}
+    return descend(loss_fn, params, step_sizes(lr, split(params, only)[0]), batch, range(steps), noise)
 
 
 def descend(
     loss_fn: LossFn,
-    moving: Params,
-    fixed: Params,
+    params: Mapping[str, Tensor],
     rates: Mapping[str, float | Tensor],
     batch: Any,
     steps: Sequence[int],
     noise: Tensor | None = None,
 ) -> Params:
-    """Take the inner steps with the given numbers, which index `noise`, and return the parameters that moved."""
+    """Take the inner steps with the given numbers, which index `noise`; the tensors named in `rates` move."""
+    moving = {name: value for name, value in params.items() if name in rates}
+    fixed = {name: value for name, value in params.items() if name not in rates}
     # Fused attention has no second derivative; the plain implementation has one.
     with sdpa_kernel(SDPBackend.MATH):
         for s in steps:
             moving = inner_step(loss_fn, moving, fixed, rates, batch, *(() if noise is None else (noise[s],)))
-    return moving
+    return {name: moving[name] if name in moving else fixed[name] for name in params}
 
 
 def inner_step(
