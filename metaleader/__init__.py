@@ -6,7 +6,7 @@ A learner keeps an initialisation from which every new task of a stream is learn
 from metaleader import losses, models, streams
 from metaleader.evaluate import Record, play
 from metaleader.gradient.meta import adapt, meta_gradient
-from metaleader.learners import FTL, FTML, TOE, Learner, Scratch
+from metaleader.learners import FTL, FTML, TOE, BayesianHead, Learner, Scratch
 from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.rows import recency
 from metaleader.tasks import Batch, Task, TaskStream
@@ -18,6 +18,7 @@ __all__ = [
     "FTML",
     "TOE",
     "Batch",
+    "BayesianHead",
     "Learner",
     "Record",
     "Scratch",

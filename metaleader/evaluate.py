@@ -91,6 +91,8 @@ def play_together(
 ) -> Iterator[list[Record]]:
     """Play one stream per learner in lockstep; two or more learners are updated as one batched program.
 
+    Learners whose class overrides `update` or `observe`, and objects that are not a `Learner`, are updated one by one.
+
     Args:
         learners: learners of the same type and shape; they are changed in place.
         streams: one stream per learner, all of the same length and with tasks of equal size.
@@ -262,20 +264,32 @@ def _begin(learner: Any, task: Task) -> None:
 
 
 def _observe(learners: Sequence[Any], tasks: Sequence[Task], datapoints: slice, update: bool) -> None:
-    single = len(learners) == 1
+    batched = _are_batched(learners)
     for learner, task in zip(learners, tasks, strict=True):
         batch = rows(task.train, datapoints)
         ids = {} if task.ids is None else {"ids": task.ids[datapoints]}
-        learner.observe(batch.x, batch.y, update=update and single, **ids)
-    if update and not single:
+        learner.observe(batch.x, batch.y, update=update and not batched, **ids)
+    if update and batched:
         update_together(learners)
 
 
 def _update(learners: Sequence[Any]) -> None:
-    if len(learners) == 1:
-        learners[0].update()
-    else:
+    if _are_batched(learners):
         update_together(learners)
+        return
+    for learner in learners:
+        learner.update()
+
+
+def _are_batched(learners: Sequence[Any]) -> bool:
+    """Whether learners are updated as one program: not if there is one, nor if a class has its own updates."""
+    return len(learners) > 1 and all(
+        isinstance(learner, Learner)
+        and type(learner).update is Learner.update
+        and type(learner).observe is Learner.observe
+        and not vars(learner).keys() & {"update", "observe"}
+        for learner in learners
+    )
 
 
 def _revealed(task: Task, reveal: int, reveals: int | None) -> int:

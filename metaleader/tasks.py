@@ -127,7 +127,7 @@ def check_batch(batch: Batch, where: str) -> Batch:
     Raises:
         ValueError: for an empty batch, unequal numbers of rows, NaN or infinite values, or values that are not numeric.
     """
-    checked = Batch(*(_as_tensors(part, f"{where}: {name}") for name, part in zip("xy", batch, strict=True)))
+    checked = Batch(*(as_tensors(part, f"{where}: {name}") for name, part in zip("xy", batch, strict=True)))
     sizes = {leaf.shape[0] for leaf in tree_leaves(checked)}
     if len(sizes) > 1:
         raise ValueError(
@@ -159,7 +159,8 @@ def row_signature(tree: Tree) -> str:
     return str(described).replace("'", "")
 
 
-def _as_tensors(tree: Tree, where: str) -> Tree:
+def as_tensors(tree: Tree, where: str) -> Tree:
+    """Convert the array-likes of a tree to tensors; rejects values that are not finite numbers."""
     leaves = tree_leaves(tree)
     if not leaves:
         raise ValueError(f"{where} holds no tensor; pass tensors or arrays")

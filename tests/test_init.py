@@ -6,6 +6,7 @@ import metaleader
 def test_public_names():
     assert sorted(metaleader.__all__) == [
         "Batch",
+        "BayesianHead",
         "FTL",
         "FTML",
         "Learner",

@@ -23,7 +23,7 @@ from metaleader.checks.calls import (
 )
 from metaleader.checks.streams import Stream
 from metaleader.checks.trees import clone, differences, require, require_equal, snapshot
-from metaleader.evaluate import measure, play
+from metaleader.evaluate import measure, play, play_together
 from metaleader.learners import Learner
 from metaleader.losses import unsmoothed
 from metaleader.nets.functional import scale_uint8
@@ -196,6 +196,30 @@ def held_out_data_is_untouched(make_learner: MakeLearner, stream: Stream) -> Non
     require_equal(states[0], states[1], "the learner depends on the test data: it learned from held-out data")
 
 
+@torch.no_grad()
+def side_by_side_as_alone(make_learner: MakeLearner, stream: Stream) -> None:
+    """Learners played side by side, as by `metaleader run` with several seeds, learn what one learner alone learns."""
+    tasks = [stream[t] for t in range(num_rounds(stream))]
+    alone, *together = (make_learner() for _ in range(3))
+    for _ in play_together([alone], [tasks], REVEAL, reveals=REVEALS):
+        pass
+    for _ in play_together(together, [tasks, tasks], REVEAL, reveals=REVEALS):
+        pass
+    # Predictions, not parameters: the optimiser amplifies the rounding of gradients that are zero.
+    x = tasks[-1].test.x
+    untrained = make_learner()
+    untrained.begin("task", **({} if tasks[-1].classes is None else {"classes": tasks[-1].classes}))
+    before, expected = (learner.adapt(steps=0, statistics="batch")(x) for learner in (untrained, alone))
+    for learner in together:
+        off = float((learner.adapt(steps=0, statistics="batch")(x) - expected).abs().max())
+        moved = float((before - expected).abs().max())
+        require(
+            off <= 0.05 * moved + 1e-5,
+            f"learners side by side learn otherwise than one alone: predictions differ by {off:.2g} after moving by"
+            f" {moved:.2g}",
+        )
+
+
 LEARNER_CHECKS: tuple[Callable[[MakeLearner, Stream], None], ...] = (
     adapt_leaves_the_learner,
     same_seed_same_results,
@@ -206,6 +230,7 @@ LEARNER_CHECKS: tuple[Callable[[MakeLearner, Stream], None], ...] = (
     observe_without_update_only_stores,
     refused_data_changes_nothing,
     held_out_data_is_untouched,
+    side_by_side_as_alone,
 )
 
 

@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_map
 
 from metaleader.engine.cuda_graph import Captured
 from metaleader.engine.determinism import repeatable
-from metaleader.engine.objective import LOG_LR, Adaptation, Objective, learned_rates
+from metaleader.engine.hook import HookGradient, OwnGradient, over_learners
+from metaleader.engine.objective import Adaptation, GradientSteps, Objective, learned_rates
 from metaleader.engine.programs import Chains, Gradient, OuterStep, Updates, compiled_gradient
-from metaleader.gradient.meta import descend, mean_gradient
-from metaleader.gradient.selection import Params, moving_names, step_sizes
+from metaleader.gradient.meta import descend
+from metaleader.gradient.selection import Params
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, ClassBatch, tensors_of
 
@@ -79,14 +80,22 @@ class Engine:
             noise: dropout seeds, (learners, inner steps + 1, tasks), or None.
         """
         inputs = (flat, support, query, noise)
-        return self._run(objective, inputs, lambda: self._gradient_program(objective, *inputs))
+        own, what = objective.own_gradient, objective
+        if isinstance(own, OwnGradient) and self.mode == "captured":
+            # A graph would repeat the values that attributes had when it was captured.
+            what = (objective, own.state())
+            if own.state() is None:
+                _log.warning("%s reads tensors of the learner: it runs compiled, not captured", own.__qualname__)
+                self.mode = "compiled"
+        return self._run(what, inputs, lambda: self._gradient_program(objective, *inputs))
 
     def runs_updates_together(self, objective: Objective) -> bool:
         """Whether `updates` applies: without inner steps, an update is so short that its calls dominate.
 
         Dropout masks are drawn update by update.
         """
-        return self.mode != "eager" and objective.inner.steps == 0 and not objective.network.has_dropout
+        plain = objective.inner.steps == 0 and objective.task_gradient is None
+        return self.mode != "eager" and plain and not objective.network.has_dropout
 
     @torch.no_grad()
     def updates(
@@ -122,7 +131,7 @@ class Engine:
     def predictions(
         self,
         network: Network,
-        adaptation: Adaptation | None,
+        adaptation: Adaptation | GradientSteps | None,
         steps: Sequence[int],
         params: Params,
         data: Batch | ClassBatch | None,
@@ -138,7 +147,9 @@ class Engine:
 
         def make() -> Callable[..., dict[str, Tensor]]:
             adapted = None
-            if adaptation is not None and data is not None:
+            if isinstance(adaptation, Adaptation) and data is not None:
+                adapted = functools.partial(_adapted_otherwise, network, adaptation)
+            elif isinstance(adaptation, GradientSteps) and data is not None:
                 objective = adaptation.objective(network, max(steps))
                 chain = self._chains.gradient(objective, next(iter(params.values())), data, False)
                 rates = None if adaptation.lr is None else adaptation.rates(params)
@@ -191,6 +202,11 @@ class Engine:
     ) -> Callable[..., tuple[Tensor, Tensor]]:
         batch = tree_map(lambda leaf: leaf[0], query)
         compiled = self.mode != "eager"
+        if objective.task_gradient is not None:
+            params = objective.layout.named(flat)
+            return functools.partial(
+                _flat_gradient, objective, HookGradient(objective, compiled, params, support, query)
+            )
         program: Gradient | None = None
         if noise is None:
             program = self._chains.gradient(objective, flat, batch, compiled)
@@ -209,27 +225,9 @@ def _flat_gradient(
 
 def eager_gradient(objective: Objective) -> Gradient:
     """The gradient by torch.func, batched over tasks and learners."""
-    inner, network = objective.inner, objective.network
-    moving = moving_names([name for name, _ in network.module.named_parameters()], inner.only)
-    fixed_rates = step_sizes(inner.lr, dict.fromkeys(moving))  # pyright: ignore[reportArgumentType]
-
-    def one_learner(params: Params, support: Any, query: Any, noise: Tensor | None) -> tuple[Tensor, Params]:
-        theta = {name: value for name, value in params.items() if name in moving}
-        fixed = {name: v for name, v in params.items() if name not in moving and not name.startswith(LOG_LR)}
-        learned = learned_rates(params) if objective.learn_lr else {}
-        procedure = inner._replace(lr=learned or fixed_rates)
-        loss, gradient, by_rate = mean_gradient(
-            network.loss_fn, theta, fixed, procedure, support, query, noise, objective.learn_lr
-        )
-        gradient |= {LOG_LR + name: by_rate[name] * rate for name, rate in learned.items()}
-        return loss, {name: gradient[name] for name in params}
 
     def all_learners(params: Params, support: Any, query: Any, noise: Tensor | None) -> tuple[Tensor, Params]:
-        if len(next(iter(params.values()))) > 1:
-            in_dims = (0, 0, 0, None if noise is None else 0)
-            return vmap(one_learner, in_dims=in_dims)(params, support, query, noise)
-        first = tree_map(lambda leaf: leaf if leaf is None else leaf[0], (params, support, query, noise))
-        return tree_map(lambda value: value[None], one_learner(*first))
+        return over_learners(objective.mean_over_tasks, params, support, query, noise)
 
     return all_learners
 
@@ -251,6 +249,14 @@ def _adapted(
         params, done = vmap(functools.partial(run, numbers=range(done, number)))(params, data), number
         result[number] = params
     return result
+
+
+def _adapted_otherwise(
+    network: Network, adaptation: Adaptation, params: Params, data: Batch | ClassBatch, steps: Sequence[int]
+) -> dict[int, Params]:
+    """The parameters before and after an adaptation that has no steps: any number of steps above 0 is the whole."""
+    after = params | vmap(lambda params, data: adaptation(network, params, data))(params, data)
+    return {number: after if number else params for number in steps}
 
 
 def _predictions(

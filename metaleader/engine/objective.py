@@ -1,35 +1,81 @@
-"""The objective of an update and the adaptation procedure of a learner, as values."""
+"""The objective of an update and the adaptation procedure of a learner.
+
+A learner adapts by gradient steps (`GradientSteps`), or by an `Adaptation` such as a closed form. The gradient of one
+task is that of the loss after adaptation, or a function of the user's own.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import grad_and_value
+from torch.utils._pytree import tree_map
 
-from metaleader.gradient.meta import Inner, descend
-from metaleader.gradient.selection import LossFn, Params, StepSize, split, step_sizes
+from metaleader.gradient.meta import Inner, descend, mean_gradient
+from metaleader.gradient.selection import LossFn, Params, StepSize, moving_names, split, step_sizes
 from metaleader.nets.functional import Layout, Network
 
 # Prefix of the logarithm of a tensor's step size, where step sizes are learned with the parameters
 LOG_LR = "log inner_lr of "
 _NO_INNER_STEPS = Inner(steps=0)
+# (params, support, query) of one task -> loss, gradients by name
+TaskGradient = Callable[[Params, Any, Any], tuple[Tensor, Params]]
+
+
+class Adaptation(ABC):
+    """A procedure that adapts the parameters of a learner to the data of a task, other than gradient steps.
+
+    A subclass is a frozen dataclass of plain settings. Its functions are written for one task, in operations that
+    `torch.func` can batch and differentiate.
+    """
+
+    def check(self, network: Network) -> None:  # noqa: B027
+        """Raise ValueError for a network or a loss that the procedure does not support."""
+
+    def check_data(self, network: Network, params: Params, batch: Any) -> None:  # noqa: B027
+        """Raise ValueError for first datapoints that the procedure does not support."""
+
+    def init(self, network: Network) -> Params:
+        """Parameters that are learned with those of the network, by names that the network does not use."""
+        return {}
+
+    @abstractmethod
+    def __call__(self, network: Network, params: Params, data: Any) -> Params:
+        """The parameters of the network after adaptation to the data of one task."""
+
+    def loss(self, network: Network, params: Params, support: Any, query: Any) -> Tensor:
+        """The loss of one task that updates minimise: by default the query loss after adaptation to the support."""
+        return network.loss_fn(params | self(network, params, support), query)
+
+    def variance(self, network: Network, params: Params, data: Any | None, x: Any) -> Tensor:
+        """The predictive variance at x after adaptation to the data of a task; None for no data."""
+        raise ValueError(f"{type(self).__name__} has no predictive variance; metaleader.BayesianHead has one")
 
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """The loss after `inner`, as a function of a learner's parameters.
+    """The loss after adaptation, as a function of a learner's parameters.
 
-    With `learn_lr`, the logarithms of the step sizes are among the parameters, and `inner.lr` is their initial value.
+    Attributes:
+        network: the network and its loss.
+        inner: the gradient steps, unless there is an `adaptation`.
+        learn_lr: whether the logarithms of the step sizes are among the parameters; `inner.lr` is their initial value.
+        adaptation: a procedure other than gradient steps.
+        own_gradient: the loss and gradient of one task, written by a user, in place of those of the objective.
     """
 
     network: Network
     inner: Inner = _NO_INNER_STEPS
     learn_lr: bool = False
+    adaptation: Adaptation | None = None
+    own_gradient: TaskGradient | None = None
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -37,8 +83,10 @@ class Objective:
         return Layout(self.params())
 
     def params(self) -> Params:
-        """The initial parameters of the network, and the step sizes if they are learned."""
+        """The initial parameters of the network, and those of the adaptation or the step sizes if they are learned."""
         params = self.network.params()
+        if self.adaptation is not None:
+            return params | self.adaptation.init(self.network)
         if not self.learn_lr:
             return params
         moving = split(params, self.inner.only)[0]
@@ -49,12 +97,40 @@ class Objective:
         }
 
     def key(self) -> tuple[Any, ...]:
-        """Everything but the network, as a value that can be compared."""
-        return (Adaptation.of(self.inner.lr, 0, None), *self.inner[1:], self.learn_lr)
+        """Everything but the network and a user's gradient, as a value that can be compared."""
+        return (GradientSteps.of(self.inner.lr, 0, None), *self.inner[1:], self.learn_lr, self.adaptation)
+
+    @property
+    def task_gradient(self) -> TaskGradient | None:
+        """The gradient of one task, if it is not that of the loss after gradient steps."""
+        if self.own_gradient is not None or self.adaptation is None:
+            return self.own_gradient
+        return self.one_task
+
+    def one_task(self, params: Params, support: Any, query: Any) -> tuple[Tensor, Params]:
+        """The loss of one task after adaptation, and its gradient, in plain torch; networks without dropout."""
+        adaptation = self.adaptation
+        if adaptation is not None:
+            gradient, loss = grad_and_value(lambda p: adaptation.loss(self.network, p, support, query))(params)
+            return loss, gradient
+        support, query = tree_map(lambda leaf: leaf[None], (support, query))
+        return self.mean_over_tasks(params, support, query, None)
+
+    def mean_over_tasks(self, params: Params, support: Any, query: Any, noise: Tensor | None) -> tuple[Tensor, Params]:
+        """The mean loss over tasks after gradient steps, and its gradient; batched over tasks."""
+        moving = moving_names([name for name, _ in self.network.module.named_parameters()], self.inner.only)
+        theta = {name: value for name, value in params.items() if name in moving}
+        fixed = {name: v for name, v in params.items() if name not in moving and not name.startswith(LOG_LR)}
+        learned = learned_rates(params) if self.learn_lr else {}
+        inner = self.inner._replace(lr=learned or step_sizes(self.inner.lr, theta))
+        loss_fn = self.network.loss_fn
+        loss, gradient, by_rate = mean_gradient(loss_fn, theta, fixed, inner, support, query, noise, self.learn_lr)
+        gradient |= {LOG_LR + name: by_rate[name] * rate for name, rate in learned.items()}
+        return loss, {name: gradient[name] for name in params}
 
 
-class Adaptation(NamedTuple):
-    """The update procedure U of a learner: gradient steps on the data of a task.
+class GradientSteps(NamedTuple):
+    """The update procedure U of the paper: gradient steps on the data of a task.
 
     Attributes:
         lr: one step size, (name, step size) pairs, or None where step sizes are learned.
@@ -67,7 +143,7 @@ class Adaptation(NamedTuple):
     only: str | None
 
     @classmethod
-    def of(cls, lr: StepSize | None, steps: int, only: str | None) -> Adaptation:
+    def of(cls, lr: StepSize | None, steps: int, only: str | None) -> GradientSteps:
         """Build one from step sizes in any form."""
         if isinstance(lr, Mapping):
             return cls(tuple((name, float(lr[name])) for name in sorted(lr)), steps, only)

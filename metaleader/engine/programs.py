@@ -43,6 +43,8 @@ class Chains:
             compiled: whether the parts in torch operations are compiled.
         """
         network = objective.network
+        if type(network) is not Network:
+            return None  # a subclass may have another loss
         size = _image_size(network, tree_map(lambda leaf: leaf[0], batch.x))
         if size is None:
             return None

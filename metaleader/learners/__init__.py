@@ -1,8 +1,9 @@
 """Learners: FTML and the baselines it is compared with, one contract."""
 
 from metaleader.learners.baselines import FTL, TOE, Scratch
+from metaleader.learners.bayes import BayesianHead
 from metaleader.learners.ftml import FTML
 from metaleader.learners.learner import Learner
 from metaleader.learners.update import predict_together, update_together
 
-__all__ = ["FTL", "FTML", "TOE", "Learner", "Scratch", "predict_together", "update_together"]
+__all__ = ["FTL", "FTML", "TOE", "BayesianHead", "Learner", "Scratch", "predict_together", "update_together"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from metaleader.engine.objective import Adaptation, Objective
+from metaleader.engine.objective import GradientSteps, Objective
 from metaleader.gradient.selection import StepSize
 from metaleader.learners.learner import Definition, Learner
 from metaleader.learners.options import Options, check_step_size, initial_module
@@ -52,7 +52,7 @@ class FTL(Learner):
         """FTL minimises the plain loss on past tasks and fine-tunes on the current one."""
         o = self.options
         lr = check_step_size(o.inner_lr, self.network.params(), o.only)
-        return Definition(Objective(self.network), Adaptation.of(lr, o.inner_steps, o.only), which="past")
+        return Definition(Objective(self.network), GradientSteps.of(lr, o.inner_steps, o.only), which="past")
 
 
 class Scratch(Learner):

@@ -32,7 +32,7 @@ _log = logging.getLogger("metaleader")
 
 _FILE, _FILE_VERSION = "metaleader-learner", 1
 # The functions among the settings: they are not saved and must be passed to `load` again.
-_CALLABLES = ("optimizer", "weights", "preprocess")
+_CALLABLES = ("optimizer", "weights", "preprocess", "adaptation")
 # Attributes of the learner that share a name with a constructor argument
 _NO_SETTINGS = ("model", "loss", "device", "engine", "round", "task")
 
@@ -55,7 +55,7 @@ def memory_of_state(memory: Memory, state: Mapping[str, Any], device: torch.devi
 def save_learner(learner: Learner, path: str | os.PathLike[str]) -> None:
     """Write a learner's file: `Learner.save`."""
     hyperparameters = _subclass_settings(learner) | learner.options.plain()
-    functions = [name for name in _CALLABLES if callable(hyperparameters[name])]
+    functions = [name for name in _CALLABLES if callable(hyperparameters.get(name))]
     for name in functions:
         del hyperparameters[name]
     if learner.options.preprocess is scale_uint8:
@@ -111,7 +111,7 @@ def load_learner(
         ) from error
     # A user's subclass may supply functions that its constructor does not take.
     options = learner.options.plain()
-    supplied = {name for name in given if callable(options[name]) and options[name] is not scale_uint8}
+    supplied = {name for name in given if callable(options.get(name)) and options[name] is not scale_uint8}
     _require_functions(path, [name for name in given if name not in supplied | callables.keys()])
     learner.load_state_dict(state)
     _compare_losses(path, tree.get("loss"), learner)

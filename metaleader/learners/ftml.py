@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
-from metaleader.engine.objective import Adaptation, Objective
+from metaleader.engine.objective import Adaptation, GradientSteps, Objective
 from metaleader.gradient.meta import Inner
 from metaleader.gradient.selection import StepSize, split, step_sizes
+from metaleader.learners.bayes import adaptation_from_plain, adaptation_to_plain
 from metaleader.learners.learner import Definition, Learner
 from metaleader.learners.options import Options, check_integer, check_step_size
 
@@ -31,6 +34,31 @@ class FTMLOptions(Options):
     """Learn the inner step sizes too, one for each tensor that moves, starting at `inner_lr`."""
     chunk: int | None = None
     """The number of tasks computed at a time; bounds the memory. None computes all at once."""
+    adaptation: Adaptation | Mapping[str, Any] | None = None
+    """A procedure such as `BayesianHead()` that adapts instead of gradient steps; None takes gradient steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.adaptation, Mapping):  # from a file
+            object.__setattr__(self, "adaptation", adaptation_from_plain(self.adaptation))
+        if self.adaptation is None:
+            return
+        if not isinstance(self.adaptation, Adaptation):
+            raise ValueError(f"adaptation must be an object such as metaleader.BayesianHead(), got {self.adaptation!r}")
+        defaults = {field.name: field.default for field in fields(self)}
+        given = [name for name in _STEP_OPTIONS if getattr(self, name) != defaults[name]]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} concern gradient steps and have no effect with adaptation=; omit them"
+            )
+
+    def plain(self) -> dict[str, Any]:
+        """The options by name, as values that a file can hold."""
+        return super().plain() | {"adaptation": adaptation_to_plain(self.adaptation)}
+
+
+# The options of gradient steps
+_STEP_OPTIONS = ("inner_lr", "inner_steps", "only", "first_order", "every_step", "learn_lr")
 
 
 class FTML(Learner):
@@ -39,8 +67,8 @@ class FTML(Learner):
     Args:
         model: an `nn.Module`, or a function that builds one.
         loss: of (prediction, target).
-        settings: `inner_lr`, `inner_steps`, `support`, `only`, `first_order`, `every_step`, `learn_lr`, `chunk` (see
-            `FTMLOptions`), and those of every learner (see `Learner`).
+        settings: `inner_lr`, `inner_steps`, `support`, `only`, `first_order`, `every_step`, `learn_lr`, `chunk`,
+            `adaptation` (see `FTMLOptions`), and those of every learner (see `Learner`).
     """
 
     Options = FTMLOptions
@@ -51,18 +79,24 @@ class FTML(Learner):
         o = self.options
         if o.chunk is not None:
             check_integer("chunk", o.chunk, 1)
+        if o.adaptation is not None:
+            assert isinstance(o.adaptation, Adaptation)
+            o.adaptation.check(self.network)
+            inner = Inner(steps=0, chunk=o.chunk)
+            return Definition(Objective(self.network, inner, adaptation=o.adaptation), o.adaptation, o.support)
         lr = check_step_size(o.inner_lr, self.network.params(), o.only)
         smallest = min(lr.values()) if isinstance(lr, dict) else lr
         if o.learn_lr and (o.first_order or o.inner_steps == 0 or smallest == 0):
             raise ValueError("learn_lr needs inner steps of a size above 0, and their second derivatives")
         inner = Inner(lr, o.inner_steps, o.first_order, o.chunk, o.only, o.every_step)
-        adaptation = Adaptation.of(None if o.learn_lr else lr, o.inner_steps, o.only)
+        adaptation = GradientSteps.of(None if o.learn_lr else lr, o.inner_steps, o.only)
         return Definition(Objective(self.network, inner, o.learn_lr), adaptation, o.support)
 
     @property
     def step_sizes(self) -> dict[str, float]:
         """The inner step size of each tensor that moves: as given, or as learned so far."""
         adaptation = self.definition.adaptation
-        assert adaptation is not None
+        if not isinstance(adaptation, GradientSteps):
+            raise ValueError(f"{type(adaptation).__name__} adapts without step sizes")
         rates = adaptation.rates(self.layout.named(self.state.flat))
         return {name: float(rate) for name, rate in step_sizes(rates, split(self.params, self.options.only)[0]).items()}

@@ -5,6 +5,7 @@ A subclass only defines, once, the objective of its updates, the tasks that they
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 from abc import ABC, abstractmethod
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from metaleader.engine.determinism import repeatable
 from metaleader.engine.engine import Engine, Mode
-from metaleader.engine.objective import Adaptation, Objective
+from metaleader.engine.hook import OwnGradient
+from metaleader.engine.objective import Adaptation, GradientSteps, Objective
 from metaleader.gradient.selection import Params
 from metaleader.learners.checkpoint import load_learner, memory_of_state, save_learner
 from metaleader.learners.optimizer import Rule, State, state_from_tree, state_tree
@@ -28,7 +30,7 @@ from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.rows import Memory, Which
 from metaleader.nets.functional import Layout, Network, Statistics
 from metaleader.system.machine import known_device
-from metaleader.tasks import Batch, ClassBatch, Tree, check_alike, check_batch, num_rows, rng, to_device
+from metaleader.tasks import Batch, ClassBatch, Tree, as_tensors, check_alike, check_batch, num_rows, rng, to_device
 
 
 class Definition(NamedTuple):
@@ -36,7 +38,7 @@ class Definition(NamedTuple):
 
     Attributes:
         objective: the loss that updates minimise.
-        adaptation: the adaptation procedure, or None for a learner that is used unadapted.
+        adaptation: gradient steps or another procedure; None for a learner that is used unadapted.
         support: datapoints per task that an update adapts on.
         which: the tasks that an update draws from.
         restarts: whether every round starts from a new initialisation.
@@ -44,11 +46,15 @@ class Definition(NamedTuple):
     """
 
     objective: Objective
-    adaptation: Adaptation | None = None
+    adaptation: GradientSteps | Adaptation | None = None
     support: int = 0
     which: Which = "all"
     restarts: bool = False
     updates_per_step: int = 1
+
+
+# Attributes that do not differ between learners side by side and do not change after construction
+_STATIC = frozenset({"options", "model", "loss", "device", "network", "engine", "definition", "rule"})
 
 
 class Learner(ABC):
@@ -100,7 +106,7 @@ class Learner(ABC):
         self.network = Network(module, loss, self.options.preprocess, self.device)
         self.memory: Memory = TaskBuffer(self.device, self.options.weights, self.options.max_tasks)
         self.engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
-        self.definition = self.define()
+        self.definition = self._with_own_gradient(self.define())
         params = self.definition.objective.params()
         if len({value.dtype for value in params.values()}) > 1:
             raise ValueError(f"parameters must be of one dtype, got {sorted({str(v.dtype) for v in params.values()})}")
@@ -125,6 +131,42 @@ class Learner(ABC):
     @abstractmethod
     def define(self) -> Definition:
         """The definition of this kind of learner; called once, by the constructor."""
+
+    def task_gradient(self, params: Params, support: Any, query: Any) -> tuple[Tensor, Params]:
+        """The loss and meta-gradient of one task, in plain torch; override it for an algorithm of your own.
+
+        The engine calls it for all tasks of an update and all learners side by side at once, by `torch.func.vmap`:
+        write it with `torch.func.grad`. If vmap does not support it, it runs as a loop over tasks, with a warning. The
+        learner must not be changed in it.
+
+        Args:
+            params: the parameters, by name.
+            support: the `Batch` to adapt on.
+            query: the `Batch` to measure on.
+
+        Returns:
+            The loss, a scalar, and one gradient per parameter, by name.
+        """
+        return self.definition.objective.one_task(params, support, query)
+
+    def loss_fn(self, params: Params, batch: Any) -> Tensor:
+        """The mean loss over the datapoints of a batch of one task, as a pure function of the parameters."""
+        return self.network.loss_fn(params, batch)
+
+    def _with_own_gradient(self, definition: Definition) -> Definition:
+        """Put an overridden `task_gradient` into the objective."""
+        objective, name = definition.objective, type(self).__name__
+        if type(self).task_gradient is not Learner.task_gradient:
+            unused = [n for n in ("first_order", "every_step", "learn_lr") if getattr(self.options, n, False)]
+            if unused:
+                raise ValueError(f"{name} has its own task_gradient, so {', '.join(unused)} would have no effect")
+            objective = dataclasses.replace(objective, own_gradient=OwnGradient(self, _STATIC))
+        if objective.task_gradient is not None and self.network.has_dropout:
+            raise ValueError(
+                f"the gradient of {name} is not one of gradient steps and takes no dropout masks; remove"
+                " the dropout layers from the model"
+            )
+        return definition._replace(objective=objective)
 
     # The contract.
 
@@ -161,6 +203,9 @@ class Learner(ABC):
         if self.memory.store.data is not None:
             check_alike(batch, self.memory.store.data, "observe")
         self.network.check(self.params, batch, "observe")
+        adaptation = self.definition.objective.adaptation
+        if adaptation is not None and self.memory.store.data is None:
+            adaptation.check_data(self.network, self.layout.named(self.state.flat), batch)
         mark, state = self.memory.mark(), self.state
         try:
             self.memory.append(batch, ids)
@@ -198,30 +243,61 @@ class Learner(ABC):
         Before the first data of the task, the net is the initialisation.
 
         Args:
-            steps: the number of gradient steps; None is the learner's own. Several numbers give a list of nets.
+            steps: the number of gradient steps; None is the learner's own. Several numbers give a list of nets. With
+                `adaptation=`, 0 gives the initialisation, and any other number the adapted net.
             statistics: of batch norm: "task" uses those of D_t, so that a prediction does not depend on the rows beside
                 it; "batch" those of the rows that the net is called on, as in the paper.
             task: adapt to all data observed under this name, in one round or several, instead of D_t.
         """
         adaptation, classes = self.definition.adaptation, self.chosen_classes()
-        if task is not None and adaptation is None:
-            raise ValueError(f"{type(self).__name__} is used unadapted and adapts to no task; leave task=None")
+        if task is not None and self.definition.restarts:
+            raise ValueError(f"{type(self).__name__} trains on the current task alone; leave task=None")
         data = self.memory.named(str(task)) if task is not None else self._current()
         numbers = steps if isinstance(steps, Sequence) else [steps]
-        counts = [(adaptation.steps if adaptation else 0) if n is None else n for n in numbers]
+        default = adaptation.steps if isinstance(adaptation, GradientSteps) else int(adaptation is not None)
+        counts = [default if n is None else n for n in numbers]
         for count in counts:
             check_integer("steps", count, 0)
         params, done, nets = self.layout.named(self.state.flat), 0, {}
         for count in sorted(set(counts)):
-            if adaptation is not None and data is not None:
+            if adaptation is not None and data is not None and count > done:
                 batch = data if classes is None else ClassBatch(*data, classes)
-                noise = self._dropout_seeds("adapt dropout", [self.round, num_rows(data)], (count,))
-                with repeatable(self.device):
-                    params = adaptation.run(self.network.loss_fn, params, batch, range(done, count), noise)
+                params = self._adapted(adaptation, params, batch, range(done, count))
                 done = count
             example = self.memory.store.data
             nets[count] = self.network.adapted(params, data, statistics, example=example, classes=classes)
         return [nets[count] for count in counts] if isinstance(steps, Sequence) else nets[counts[0]]
+
+    @torch.no_grad()
+    def predict(self, x: Tree, task: str | None = None, *, variance: bool = False) -> Any:
+        """Predictions of the net adapted to a task, for rows of x; the learner is not changed.
+
+        Args:
+            x: inputs, one row per datapoint, as in `observe`.
+            task: a name; None is the current task.
+            variance: also return the predictive variance of each output, with `adaptation=BayesianHead()`.
+
+        Returns:
+            The predictions, or with `variance` the pair of predictions and variances.
+        """
+        x = to_device(as_tensors(x, "predict: x"), self.device)
+        prediction = self.adapt(task=task)(x)
+        if not variance:
+            return prediction
+        adaptation = self.definition.adaptation
+        if not isinstance(adaptation, Adaptation):
+            raise ValueError("variance=True needs a learner with adaptation=metaleader.BayesianHead()")
+        data = self.memory.named(str(task)) if task is not None else self._current()
+        params = self.layout.named(self.state.flat)
+        return prediction, adaptation.variance(self.network, params, data, x)
+
+    def _adapted(self, adaptation: GradientSteps | Adaptation, params: Params, data: Any, steps: range) -> Params:
+        """The parameters after some adaptation steps; a procedure without steps is complete after the first."""
+        with repeatable(self.device):
+            if isinstance(adaptation, GradientSteps):
+                noise = self._dropout_seeds("adapt dropout", [self.round, num_rows(data.y)], (steps.stop,))
+                return adaptation.run(self.network.loss_fn, params, data, steps, noise)
+            return params | adaptation(self.network, params, data) if steps.start == 0 else params
 
     # Facts.
 

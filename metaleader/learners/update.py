@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from metaleader.engine.hook import OwnGradient
+from metaleader.engine.objective import GradientSteps
 from metaleader.learners.optimizer import Rule, State
 from metaleader.memory.rows import Draw
 from metaleader.nets.functional import Layout
@@ -37,6 +39,9 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
     Raises:
         ValueError: if a loss or gradient is not finite; all learners are then as before the call.
     """
+    if len(learners) > 1 and not _shareable(learners):
+        _update_one_by_one(learners, steps)
+        return
     lead, before = learners[0], [learner.state for learner in learners]
     num_updates = lead.definition.updates_per_step * (lead.options.meta_steps if steps is None else steps)
     numbers = range(before[0].step, before[0].step + num_updates)
@@ -53,7 +58,7 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
         first, r = (int(value) for value in (~finite).nonzero()[0])
         learner = learners[r]
         adaptation = learner.definition.adaptation
-        inner = f" or inner_lr ({adaptation.lr or 'learned'})" if adaptation else ""
+        inner = f" or inner_lr ({adaptation.lr or 'learned'})" if isinstance(adaptation, GradientSteps) else ""
         raise ValueError(
             f"the loss or its gradient is not finite at update {first + 1} of {len(numbers)}, round {learner.round}"
             f" (task {learner.task!r}, {learner.num_datapoints} datapoints): lower meta_lr"
@@ -63,6 +68,33 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
     try:
         for learner, state in zip(learners, outer.states(numbers.stop), strict=True):
             learner.state = state
+    except BaseException:
+        for learner, state in zip(learners, before, strict=True):
+            learner.state = state
+        raise
+
+
+def _shareable(learners: Sequence[Learner]) -> bool:
+    """Whether one call of a user's `task_gradient` serves all learners: it reads the same plain values of each."""
+    states = []
+    for learner in learners:
+        own = learner.definition.objective.own_gradient
+        if not isinstance(own, OwnGradient):
+            return True
+        draw = _draw(learner, [learner.state.step])
+        if draw is not None:
+            batches = tree_map(lambda leaf: leaf[0, 0], _gather(learner, draw))
+            own.trial(learner.layout.named(learner.state.flat), *batches)
+        states.append(own.state())
+    return states[0] is not None and all(state == states[0] for state in states)
+
+
+def _update_one_by_one(learners: Sequence[Learner], steps: int | None) -> None:
+    """Update learners that cannot share a program; on an error all are as before."""
+    before = [learner.state for learner in learners]
+    try:
+        for learner in learners:
+            update_together([learner], steps)
     except BaseException:
         for learner, state in zip(learners, before, strict=True):
             learner.state = state

@@ -120,7 +120,7 @@ class TaskBuffer:
 
     def _spans(self) -> list[slice]:
         """The rows of each task."""
-        return [slice(*ends) for ends in zip(self.starts, [*self.starts[1:], self.store.length], strict=True)]
+        return [slice(*ends) for ends in zip(self.starts, [*self.starts[1:], self.store.length], strict=False)]
 
     def counts(self) -> np.ndarray:
         """The number of datapoints of each task."""

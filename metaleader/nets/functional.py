@@ -93,6 +93,7 @@ class Network:
         self.task_logits = list(num_classes)
         self.num_classes = min(num_classes.values(), default=None)
         self._tied = tied_names(self.module)
+        self._feature_module: nn.Module | None = None
         self._outputs: int | None = None
         self._checked_rows: str | None = None
 
@@ -116,6 +117,33 @@ class Network:
             state |= {f"{name}.classes": classes for name in self.task_logits}
         # Not tie_weights: with a layer that is used twice, torch 2.13 leaves these tensors in the module.
         return functional_call(self.module, state, (self.preprocess(x),), tie_weights=False)
+
+    def last_linear(self) -> tuple[str, nn.Linear]:
+        """The linear layer with the last parameter, and the prefix of its parameters' names.
+
+        Raises:
+            ValueError: if the last parameter belongs to another kind of layer.
+        """
+        *_, (last, _) = self.module.named_parameters()
+        name = last.rpartition(".")[0]
+        layer = self.module.get_submodule(name)
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(f"the last layer of the model must be nn.Linear, got {type(layer).__name__} ({last})")
+        return f"{name}." if name else "", layer
+
+    def features(self, params: Params, x: Tree) -> Tensor:
+        """The inputs of the last linear layer for a batch of inputs of one task, without dropout."""
+        prefix, _ = self.last_linear()
+        if self._feature_module is None:
+            self._feature_module = copy.deepcopy(self.module)
+            parent, _, child = prefix.rstrip(".").rpartition(".")
+            if child:
+                setattr(self._feature_module.get_submodule(parent), child, nn.Identity())
+            else:
+                self._feature_module = nn.Identity()
+        names = {name for name, _ in self._feature_module.named_parameters(remove_duplicate=False)}
+        state = {name: params[first] for name, first in self._tied.items() if name in names}
+        return functional_call(self._feature_module, state, (self.preprocess(x),), tie_weights=False)
 
     def predict_with_statistics_of(self, data: Tree, params: Params, x: Tree, classes: Tensor | None = None) -> Tensor:
         """The prediction for x, with the batch norm statistics of other rows of the task."""

@@ -240,6 +240,17 @@ class LearnsFromTheTest(ml.FTML):
         return nets
 
 
+class SharesState(ml.FTML):
+    """Counts rounds in the class, where learners side by side count for each other."""
+
+    rounds = 0
+
+    def begin(self, name: str, classes: Any = None) -> None:
+        super().begin(name, classes)
+        type(self).rounds += 1
+        self.state = self.state._replace(flat=self.state.flat + 0.01 * self.rounds)
+
+
 BROKEN = [
     (AdaptTrains, learner_checks.adapt_leaves_the_learner),
     (GlobalRandomness, learner_checks.same_seed_same_results),
@@ -253,6 +264,7 @@ BROKEN = [
     (RefusesNothing, learner_checks.refused_data_changes_nothing),
     (FailsOtherwise, learner_checks.refused_data_changes_nothing),
     (LearnsFromTheTest, learner_checks.held_out_data_is_untouched),
+    (SharesState, learner_checks.side_by_side_as_alone),
 ]
 
 

@@ -565,8 +565,15 @@ def test_a_task_in_turns() -> None:
     found = dict(turns.adapt(task=5).named_parameters())  # pyright: ignore[reportArgumentType]
     for name, value in turns.adapt().named_parameters():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="TOE is used unadapted and adapts to no task"):
-        ml.TOE(module(), ml.losses.squared_error, **SIZES).adapt(task="one")
+    unadapted = ml.TOE(module(), ml.losses.squared_error, **SIZES)
+    with pytest.raises(ValueError, match="no data of task 'one'; tasks with data: none yet"):
+        unadapted.adapt(task="one")
+    unadapted.begin("one")
+    unadapted.observe(*first)
+    named = {name: value.detach() for name, value in unadapted.adapt(task="one").named_parameters()}
+    assert not differences(named, dict(unadapted.params))
+    with pytest.raises(ValueError, match="Scratch trains on the current task alone"):
+        ml.Scratch(module, ml.losses.squared_error, **SIZES).adapt(task="one")
 
 
 class Own(ml.FTML):

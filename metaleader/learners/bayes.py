@@ -1,0 +1,221 @@
+"""Adaptation in closed form: a Bayesian linear head over the features of a network, with a learned prior.
+
+The last linear layer has weights w ~ N(m, K) for each output, K = diag(s^2) + U U'. The prior mean m is the layer's own
+weights, and s, U and the noise are learned with the network. With D features (the bias is a constant one), n datapoints
+and L = [diag(s), U], the posterior mean is
+
+    w = m + L Z' (I + Z Z')^-1 r,    Z = phi L / sigma, row by row,    r = (y - phi m) / sigma
+
+and the predictive variance at features phi* is sigma^2 + |a|^2 - a' Z' (I + Z Z')^-1 Z a with a = L' phi*. If n exceeds
+the number of columns of L, the equal form with Z' Z is solved instead. Without hidden layers this is mixed-effects
+regression; a network with constant features gives a shrunk offset per task.
+
+For regression, updates maximise the evidence of a task's datapoints, which is the sum of the log-likelihoods of
+predicting each datapoint from those before it. For classification, labels become Gaussian targets of the logits with a
+known variance each, the log-normal approximation of a Dirichlet distribution (Milios et al. 2018), and updates minimise
+the cross-entropy of the query set after adaptation to 0, 1, 2, 4, ... datapoints of the support set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metaleader.engine.objective import Adaptation
+from metaleader.gradient.selection import Params
+from metaleader.losses import squared_error, takes_labels, unsmoothed
+from metaleader.nets.functional import Network
+
+_SCALE, _FACTOR, _NOISE = "prior log scale", "prior factor", "log noise"
+
+
+@dataclass(frozen=True)
+class BayesianHead(Adaptation):
+    """Adapts the last linear layer of a network in closed form: `ml.FTML(..., adaptation=ml.BayesianHead())`.
+
+    The loss must be `squared_error` or `cross_entropy`. Inputs and targets should be standardised.
+
+    Attributes:
+        scale: the initial standard deviation of a weight under the prior, times the square root of the number of
+            features; None is 1 for regression and 5 for classification.
+        noise: the initial standard deviation of the noise, for classification the initial concentration of the
+            Dirichlet distribution; None is 0.5 and 0.01.
+        rank: the number of columns of U.
+    """
+
+    scale: float | None = None
+    noise: float | None = None
+    rank: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("scale", "noise"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be positive, got {value}")
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
+            raise ValueError(f"rank must be an integer of at least 0, got {self.rank!r}")
+
+    def check(self, network: Network) -> None:
+        """Reject a network whose last layer is not linear, and losses without a likelihood."""
+        network.last_linear()
+        if not takes_labels(network.loss) and unsmoothed(network.loss) is not squared_error:
+            raise ValueError(
+                "BayesianHead needs the loss metaleader.losses.squared_error or cross_entropy, whose likelihood it"
+                f" knows; got {network.loss!r}"
+            )
+        if network.num_classes is not None:
+            raise ValueError("BayesianHead does not support TaskLogits; use a head with one output per label of a task")
+
+    def check_data(self, network: Network, params: Params, batch: Any) -> None:
+        """Reject a network whose output is not that of its last linear layer."""
+        phi, (mean, _) = self._features(network, params, batch.x), self._prior(network, params)
+        expected = network.predict(params, batch.x)
+        actual = phi @ mean if phi.ndim == 2 else None
+        if actual is None or actual.shape != expected.shape or not torch.allclose(actual, expected, 1e-3, 1e-4):
+            raise ValueError(
+                "BayesianHead needs a network that returns the output of its last linear layer, one row per datapoint"
+            )
+
+    def init(self, network: Network) -> Params:
+        """The parameters of the prior and of the noise."""
+        _, layer = network.last_linear()
+        size, outputs = layer.in_features + int(layer.bias is not None), layer.out_features
+        like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+        labels = takes_labels(network.loss)
+        scale = (self.scale or (5.0 if labels else 1.0)) / math.sqrt(size)
+        noise = self.noise or (0.01 if labels else 0.5)
+        generator = torch.Generator().manual_seed(0)
+        # Not zero, where the gradient of U vanishes.
+        factor = torch.randn(size, self.rank, generator=generator) * 0.1 * scale
+        return {
+            _SCALE: torch.full((size,), math.log(scale), **like),
+            _FACTOR: factor.to(**like),
+            _NOISE: torch.full((1 if labels else outputs,), math.log(noise), **like),
+        }
+
+    def __call__(self, network: Network, params: Params, data: Any) -> Params:
+        """The last layer with the posterior mean of its weights."""
+        targets, noise = self._targets(network, params, data.y)
+        weights = self._posterior(network, params, self._features(network, params, data.x), targets, noise)
+        name, layer = network.last_linear()
+        if layer.bias is None:
+            return {f"{name}weight": weights.mT}
+        return {f"{name}weight": weights[:-1].mT, f"{name}bias": weights[-1]}
+
+    def loss(self, network: Network, params: Params, support: Any, query: Any) -> Tensor:
+        """The negative log evidence per datapoint, or the mean cross-entropy over sizes of the support set."""
+        phi, phi_query = (self._features(network, params, batch.x) for batch in (support, query))
+        targets, noise = self._targets(network, params, support.y)
+        if not takes_labels(network.loss):
+            joint = torch.cat([targets, query.y])
+            return self._negative_evidence(network, params, torch.cat([phi, phi_query]), joint)
+        sizes = [0, *(2**i for i in range(len(phi).bit_length()) if 2**i < len(phi)), len(phi)]
+        losses = []
+        for size in sizes:
+            weights = self._posterior(network, params, phi[:size], targets[:size], noise[:size])
+            losses.append(network.mean_loss(phi_query @ weights, query.y))
+        return torch.stack(losses).mean()
+
+    def variance(self, network: Network, params: Params, data: Any | None, x: Any) -> Tensor:
+        """The predictive variance of each output at x, the noise included."""
+        if takes_labels(network.loss):
+            raise ValueError("variance=True is for regression; for classes, take the softmax of the predictions")
+        phi = self._features(network, params, x)
+        noise = torch.exp(2 * params[_NOISE])
+        at = phi @ self._prior(network, params)[1]
+        prior = at.square().sum(-1)[:, None] + noise
+        if data is None:
+            return prior
+        rows = self._features(network, params, data.x) @ self._prior(network, params)[1]
+        reductions = []
+        for variance in noise.unbind():
+            whitened = rows / variance.sqrt()
+            reductions.append((at * _shrink(whitened, whitened @ at.mT).mT).sum(-1))
+        return prior - torch.stack(reductions, -1)
+
+    def _features(self, network: Network, params: Params, x: Any) -> Tensor:
+        """The inputs of the last layer, (rows, D), with a column of ones if the layer has a bias."""
+        phi = network.features(params, x)
+        has_bias = network.last_linear()[1].bias is not None
+        return torch.cat([phi, torch.ones_like(phi[..., :1])], -1) if has_bias else phi
+
+    def _prior(self, network: Network, params: Params) -> tuple[Tensor, Tensor]:
+        """The prior mean, (D, outputs), and L, (D, D + rank)."""
+        name, layer = network.last_linear()
+        rows = [params[f"{name}weight"].mT]
+        if layer.bias is not None:
+            rows.append(params[f"{name}bias"][None])
+        return torch.cat(rows), torch.cat([torch.diag(params[_SCALE].exp()), params[_FACTOR]], -1)
+
+    def _targets(self, network: Network, params: Params, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Gaussian targets and noise variances of each output, (rows, outputs)."""
+        noise = params[_NOISE].exp()
+        if not takes_labels(network.loss):
+            return y, noise.square().expand(y.shape)
+        outputs = network.last_linear()[1].out_features
+        concentration = noise + (y[:, None] == torch.arange(outputs, device=y.device))
+        variance = torch.log1p(1 / concentration)
+        return concentration.log() - variance / 2, variance
+
+    def _posterior(self, network: Network, params: Params, phi: Tensor, targets: Tensor, noise: Tensor) -> Tensor:
+        """The posterior mean of the weights, (D, outputs)."""
+        mean, factor = self._prior(network, params)
+        if len(phi) == 0:
+            return mean
+        rows, residuals = phi @ factor, targets - phi @ mean
+        columns = []
+        for c in range(targets.shape[1]):
+            deviation = noise[:, c].sqrt()
+            whitened = rows / deviation[:, None]
+            columns.append(_shrink(whitened, residuals[:, c] / deviation))
+        return mean + factor @ torch.stack(columns, -1)
+
+    def _negative_evidence(self, network: Network, params: Params, phi: Tensor, y: Tensor) -> Tensor:
+        mean, factor = self._prior(network, params)
+        rows, residuals = phi @ factor, y - phi @ mean
+        terms = []
+        for c in range(y.shape[1]):
+            log_noise = params[_NOISE][c]
+            whitened, target = rows * torch.exp(-log_noise), residuals[:, c] * torch.exp(-log_noise)
+            chol = torch.linalg.cholesky(_plus_identity(whitened @ whitened.mT))
+            white = torch.linalg.solve_triangular(chol, target[:, None], upper=False)
+            log_det = 2 * chol.diagonal().log().sum() + 2 * len(phi) * log_noise
+            terms.append((white.square().sum() + log_det) / len(phi) + math.log(2 * math.pi))
+        return torch.stack(terms).mean() / 2
+
+
+def _shrink(whitened: Tensor, target: Tensor) -> Tensor:
+    """Z' (I + Z Z')^-1 r, solved in the smaller of its two dimensions."""
+    rows, columns = whitened.shape
+    if rows <= columns:
+        return whitened.mT @ torch.linalg.solve(_plus_identity(whitened @ whitened.mT), target)
+    return torch.linalg.solve(_plus_identity(whitened.mT @ whitened), whitened.mT @ target)
+
+
+def _plus_identity(matrix: Tensor) -> Tensor:
+    return matrix + torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+
+
+# The adaptations that a file can name
+_KINDS: dict[str, type[Adaptation]] = {"BayesianHead": BayesianHead}
+
+
+def adaptation_to_plain(adaptation: Any) -> Any:
+    """An adaptation of the library as plain values for a file; others are returned unchanged."""
+    if type(adaptation) not in _KINDS.values():
+        return adaptation
+    return {"kind": type(adaptation).__name__, **asdict(adaptation)}
+
+
+def adaptation_from_plain(values: Mapping[str, Any]) -> Adaptation:
+    """The inverse of `adaptation_to_plain`."""
+    settings = dict(values)
+    kind = _KINDS.get(settings.pop("kind", ""))
+    if kind is None:
+        raise ValueError(f"unknown adaptation {values.get('kind')!r}; there are {', '.join(_KINDS)}")
+    return kind(**settings)
