@@ -19,7 +19,7 @@ demo: setup ## run the quick demonstration; the last line is the path of its rep
 	$(DEMO)
 
 test: lint docs ## run all checks, build the documentation, run the tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 torture: setup ## run the long tests
 	$(BIN)/pytest -m torture

@@ -147,6 +147,7 @@ def test_inductor_side_by_side_equals_eager_alone(inductor: None) -> None:
     assert_same(updated("compiled", 2, **options), updated("eager", 2, together=False, **options), 1e-10)
 
 
+@pytest.mark.torture
 def test_inductor_toe(inductor: None) -> None:
     options: dict[str, Any] = {"model": functools.partial(conv_net, torch.float32), "kind": ml.TOE}
     assert_same(updated("compiled", **options), updated("eager", **options), 1e-4)

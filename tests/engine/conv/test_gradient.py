@@ -131,6 +131,7 @@ compiling = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*", "ig
 
 
 @compiling
+@pytest.mark.torture
 def test_inductor_gradient_equals_autograd(inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile only the passes, with odd sizes, a stride and padding; the head runs eagerly to save time."""
     monkeypatch.setattr(gradient_module, "compile_whole", lambda function: function)

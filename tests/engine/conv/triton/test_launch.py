@@ -22,9 +22,10 @@ KERNELS = """
 import sys, torch
 from tests.engine.conv.triton import test_launch
 from metaleader.engine.conv.triton import TritonPasses, launch
-for model, size in test_launch.SHAPES:
+for model, size in test_launch.SHAPES[-1 :: -int(sys.argv[2])]:
     test_launch.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[1]), images=2)
-# The tiles used with many cells; the last shape has strides of one, two and three.
+model, size = test_launch.SHAPES[-1]
+# The tiles used with many cells; this shape has strides of one, two and three.
 launch._input_tile = lambda cells, layer: (16, layer.stride**2, 2, 1)
 test_launch.compare_passes(model(), size, TritonPasses, torch.device(sys.argv[1]), images=1)
 test_launch.find_what_is_no_number(TritonPasses, torch.device(sys.argv[1]))
@@ -96,10 +97,11 @@ def find_what_is_no_number(make: Any, device: torch.device) -> None:
     assert not gradient[1].isnan().any()
 
 
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("every", [len(SHAPES), pytest.param(1, marks=pytest.mark.torture)])
+def test_kernels_in_the_interpreter(every: int) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", KERNELS, "cpu"]
+    command = [sys.executable, "-c", KERNELS, "cpu", str(every)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "all agree\n", done.stderr
 
