@@ -35,7 +35,7 @@ def show(
         out: the file to write; STREAM.png in the current folder if not given.
         tasks: number of tasks, evenly spaced over the stream.
         examples: number of training examples per task.
-        order: random if not given; rainbow: colour, scale, rotation; cifar100: given, superclass; pose: class, scale; sinusoid: amplitude.
+        order: random if not given; by an attribute: rainbow: colour, scale, rotation; cifar100: given, superclass; pose: class, scale, azimuth, elevation; sinusoid: amplitude, phase; or similar, drifting, recurring.
         seed: the seed of the stream.
         data: the data folder; METALEADER_DATA or a folder in your cache if not given. With pose: draw the PASCAL3D+ objects in it instead of the built-in ones.
     """  # noqa: E501 (the help would show line breaks)

@@ -1,9 +1,11 @@
 """Streams of tasks."""
 
 from metaleader.streams.arrays import ArrayStream
+from metaleader.streams.base import BaseStream, View
 from metaleader.streams.catalogue import STREAMS, make_stream
 from metaleader.streams.datasets.cifar import cifar100
 from metaleader.streams.nway import Labelled, NWayStream
+from metaleader.streams.order import reorder
 from metaleader.streams.pose.stream import PoseStream
 from metaleader.streams.quadratic import QuadraticStream
 from metaleader.streams.rainbow import RainbowStream, rainbow_digits, rainbow_mnist
@@ -12,14 +14,17 @@ from metaleader.streams.sinusoid import SinusoidStream
 __all__ = [
     "STREAMS",
     "ArrayStream",
+    "BaseStream",
     "Labelled",
     "NWayStream",
     "PoseStream",
     "QuadraticStream",
     "RainbowStream",
     "SinusoidStream",
+    "View",
     "cifar100",
     "make_stream",
     "rainbow_digits",
     "rainbow_mnist",
+    "reorder",
 ]

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from metaleader.streams.base import BaseStream
 from metaleader.tasks import Batch, Task, Tree, check_alike, check_batch, num_rows, rng, rows
 
 _FIELDS = ("x", "y", "test_x", "test_y")
 
 
-class ArrayStream:
+class ArrayStream(BaseStream):
     """A stream over arrays.
 
     The constructor reads only the shapes and dtypes of the files in a folder; `stream[t]` reads the arrays of one task.
@@ -75,9 +76,8 @@ class ArrayStream:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def __getitem__(self, t: int) -> Task:
-        if not 0 <= t < len(self):
-            raise IndexError(f"round {t} of a stream of {len(self)} tasks")
+    def task(self, t: int) -> Task:
+        """The task of round t."""
         index = int(self._order[t])
         name, arrays = self._tasks[index]
         if isinstance(arrays, Path):

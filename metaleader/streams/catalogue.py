@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+from metaleader.streams.base import BaseStream
 from metaleader.streams.datasets.cifar import cifar100
 from metaleader.streams.datasets.registry import Folder
 from metaleader.streams.pose.stream import PoseStream
 from metaleader.streams.rainbow import rainbow_digits, rainbow_mnist
 from metaleader.streams.sinusoid import SinusoidStream
-from metaleader.tasks import TaskStream
 
 
 def pose(data: Folder = None, **options: Any) -> PoseStream:
@@ -24,7 +24,7 @@ def pose(data: Folder = None, **options: Any) -> PoseStream:
 
 
 # Each function is called with the data folder and the options of the stream, including `seed`.
-STREAMS: dict[str, Callable[..., TaskStream]] = {
+STREAMS: dict[str, Callable[..., BaseStream]] = {
     "rainbow-digits": lambda data, **options: rainbow_digits(**options),
     "rainbow-mnist": rainbow_mnist,
     "cifar100": cifar100,
@@ -33,7 +33,7 @@ STREAMS: dict[str, Callable[..., TaskStream]] = {
 }
 
 
-def make_stream(name: str, seed: int = 0, data: Folder = None, **options: Any) -> TaskStream:
+def make_stream(name: str, seed: int = 0, data: Folder = None, **options: Any) -> BaseStream:
     """Return the stream of a name.
 
     Args:

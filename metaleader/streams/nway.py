@@ -6,12 +6,14 @@ Datapoints of earlier classes recur: `Task.ids` identifies them, so that a learn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from metaleader.streams.base import BaseStream
+from metaleader.streams.order import arrange
 from metaleader.tasks import Batch, Task, rng
 
 
@@ -31,7 +33,7 @@ class Labelled(NamedTuple):
     test_labels: np.ndarray
 
 
-class NWayStream:
+class NWayStream(BaseStream):
     """A stream of n-way tasks over labelled inputs; C classes give C - n + 1 tasks.
 
     The datapoints of a task cycle through its classes, so any reveal of a multiple of n datapoints is balanced. A class
@@ -42,8 +44,9 @@ class NWayStream:
         ways: n, the number of classes per task.
         per_class: the number of training datapoints per class.
         test_per_class: the number of held-out datapoints per class; the size of the smallest class if None.
-        order: "random"; "given", ascending; "superclass", one group of `superclasses` after another, with groups and
-            their classes in random order; or a list of classes, which may omit some.
+        order: of the classes: "random"; "given", ascending; "superclass", one group of `superclasses` after another,
+            with groups and their classes in random order; one of the other orders of `reorder`; or a list of classes,
+            which may omit some.
         superclasses: the group of each class, indexed by class.
         names: the name of each class, indexed by class; a task is named after its newest class.
         seed: `stream[t]` depends only on the seed and t.
@@ -64,7 +67,10 @@ class NWayStream:
         if seed < 0:
             raise ValueError(f"seed must not be negative, got {seed}")
         self.data, self.ways, self.per_class, self.seed = data, ways, per_class, seed
-        self.order = _class_order(sorted(train), order, superclasses, seed)
+        if superclasses is not None and len(superclasses) <= max(train, default=0):
+            raise ValueError(f"{len(superclasses)} superclasses for class {max(train)}; give one per class")
+        self._groups = [] if superclasses is None else [str(group) for group in superclasses]
+        self.order = _class_order(sorted(train), order, self._groups, seed)
         self.names = {c: names[c] if names is not None else f"class {c}" for c in self.order}
         if not 2 <= ways <= len(self.order):
             raise ValueError(f"ways must lie in 2..{len(self.order)}, the number of classes; got {ways}")
@@ -80,9 +86,13 @@ class NWayStream:
     def __len__(self) -> int:
         return len(self.order) - self.ways + 1
 
-    def __getitem__(self, t: int) -> Task:
-        if not 0 <= t < len(self):
-            raise IndexError(f"round {t} of a stream of {len(self)} tasks")
+    @property
+    def attributes(self) -> Mapping[str, Sequence[Any]]:
+        """The superclasses of the newest classes, if there are superclasses."""
+        return {"superclass": [self._groups[c] for c in self.order[self.ways - 1 :]]} if self._groups else {}
+
+    def task(self, t: int) -> Task:
+        """The task of round t."""
         draw = rng("n-way task", self.seed, t)
         newest = self.ways - 1 + t
         earlier = draw.permutation(newest)[: self.ways - 1]
@@ -115,21 +125,18 @@ def _by_class(x: np.ndarray, labels: np.ndarray, split: str) -> dict[int, np.nda
     return dict(zip(classes.tolist(), np.split(grouped, starts[1:]), strict=True))
 
 
-def _class_order(
-    classes: list[int], order: str | Sequence[int], superclasses: Sequence[int] | None, seed: int
-) -> list[int]:
+def _class_order(classes: list[int], order: str | Sequence[int], groups: Sequence[str], seed: int) -> list[int]:
+    if not isinstance(order, str):
+        if len(set(order)) < len(order) or not set(order) <= set(classes):
+            raise ValueError(f"order must list distinct classes of the data, got {list(order)}")
+        return [int(c) for c in order]
     if order == "given":
         return classes
     shuffled = [classes[i] for i in rng("n-way order", seed).permutation(len(classes))]
     if order == "random":
         return shuffled
-    if order == "superclass":
-        if superclasses is None or len(superclasses) <= max(classes):
-            raise ValueError(f"order 'superclass' needs the superclass of each of the {len(classes)} classes")
-        groups = list(dict.fromkeys(superclasses[c] for c in shuffled))
-        return sorted(shuffled, key=lambda c: groups.index(superclasses[c]))
-    if isinstance(order, str):
-        raise ValueError(f"order must be random, given, superclass or a list of classes; got {order!r}")
-    if len(set(order)) < len(order) or not set(order) <= set(classes):
-        raise ValueError(f"order must list distinct classes of the data, got {list(order)}")
-    return [int(c) for c in order]
+    if order == "superclass" and not groups:
+        raise ValueError(f"order 'superclass' needs the superclass of each of the {len(classes)} classes")
+    attributes = {"superclass": [groups[c] for c in shuffled]} if groups else {}
+    others = ("random", "given", "a list of classes")
+    return [shuffled[i] for i in arrange(order, attributes, seed, others=others)]

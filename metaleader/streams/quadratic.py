@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from metaleader.streams.base import BaseStream
 from metaleader.tasks import Batch, Task, rng
 
 
 @dataclass(frozen=True)
-class QuadraticStream:
+class QuadraticStream(BaseStream):
     """A stream of linear-regression tasks; the last feature is the constant 1.
 
     Each task draws its weights uniformly from a ball, and a scale for its features. The losses of the tasks therefore
@@ -55,14 +58,10 @@ class QuadraticStream:
     def __len__(self) -> int:
         return self.tasks
 
-    def __getitem__(self, t: int) -> Task:
-        if not 0 <= t < self.tasks:
-            raise IndexError(f"round {t} of a stream of {self.tasks} tasks")
-        draw = rng("quadratic", self.seed, t)
-        direction = draw.standard_normal(self.features)
-        distance = self.spread * draw.random() ** (1 / self.features)
+    def task(self, t: int) -> Task:
+        """The task of round t."""
+        draw, direction, distance, scale = self._draw(t)
         weights = 1 + distance * direction / np.linalg.norm(direction)
-        scale = draw.uniform(*self.scale)
 
         def sample(num: int, noise: float) -> Batch:
             # Uniform features with unit variance: the losses are bounded on a bounded domain.
@@ -73,3 +72,14 @@ class QuadraticStream:
 
         train = sample(self.train, self.noise)
         return Task(f"regression {t}", train, sample(self.test, 0.0))
+
+    @property
+    def attributes(self) -> Mapping[str, Sequence[Any]]:
+        """The scales of the features, and the distances of the weights from the vector of ones."""
+        draws = [self._draw(t) for t in range(self.tasks)]
+        return {"scale": [scale for *_, scale in draws], "distance": [distance for _, _, distance, _ in draws]}
+
+    def _draw(self, t: int) -> tuple[np.random.Generator, np.ndarray, float, float]:
+        draw = rng("quadratic", self.seed, t)
+        direction = draw.standard_normal(self.features)
+        return draw, direction, self.spread * draw.random() ** (1 / self.features), draw.uniform(*self.scale)

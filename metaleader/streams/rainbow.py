@@ -8,14 +8,17 @@ every machine.
 from __future__ import annotations
 
 import itertools
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from metaleader.streams.base import BaseStream
 from metaleader.streams.datasets.mnist import read_mnist
 from metaleader.streams.datasets.registry import Folder
 from metaleader.streams.nway import Labelled
+from metaleader.streams.order import arrange
 from metaleader.tasks import Batch, Task, rng
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -27,7 +30,6 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "indigo": (60, 40, 130),
     "violet": (170, 75, 190),
 }
-Order = Literal["random", "colour", "scale", "rotation"]
 
 
 class Look(NamedTuple):
@@ -41,10 +43,12 @@ class Look(NamedTuple):
         return f"{self.colour}, {'half' if self.half else 'full'} size, {90 * self.turns}°"
 
 
+# The order of attributes that are text
+_CATEGORIES = {"colour": tuple(COLOURS), "scale": ("full", "half")}
 LOOKS = [Look(*options) for options in itertools.product(COLOURS, (False, True), range(4))]
 
 
-class RainbowStream:
+class RainbowStream(BaseStream):
     """A stream of up to 56 tasks over grey digit images; images are uint8 (N, 3, H, H), labels int64.
 
     The training sets of consecutive tasks are disjoint until the images run out; then all images are reshuffled and
@@ -55,7 +59,8 @@ class RainbowStream:
         tasks: the number of tasks; a smaller number selects the first tasks of the order.
         train: the number of training datapoints per task.
         test: the number of held-out datapoints per task.
-        order: "random", or grouped by "colour", "scale" or "rotation" and random within a group.
+        order: "random"; grouped by "colour", "scale" or "rotation" and random within a group; or one of the other
+            orders of `reorder`.
         seed: `stream[t]` depends only on the seed and t.
     """
 
@@ -65,7 +70,7 @@ class RainbowStream:
         tasks: int = len(LOOKS),
         train: int = 900,
         test: int = 500,
-        order: Order = "random",
+        order: str = "random",
         seed: int = 0,
     ) -> None:
         for images, labels in (digits[:2], digits[2:]):
@@ -84,26 +89,25 @@ class RainbowStream:
         ):
             if not 1 <= value <= most:
                 raise ValueError(f"{name} must lie in 1..{most}, got {value}")
-        if order not in get_args(Order):
-            raise ValueError(f"order must be one of {', '.join(get_args(Order))}; got {order!r}")
         if seed < 0:
             raise ValueError(f"seed must not be negative, got {seed}")
         self.digits, self.tasks, self.train, self.test, self.seed = digits, tasks, train, test, seed
         shuffled = [LOOKS[i] for i in rng("rainbow order", seed).permutation(len(LOOKS))]
-        key = {
-            "random": lambda look: 0,
-            "colour": lambda look: list(COLOURS).index(look.colour),
-            "scale": lambda look: look.half,
-            "rotation": lambda look: look.turns,
-        }[order]
-        self.looks = sorted(shuffled, key=key)[:tasks]
+        if order != "random":
+            permutation = arrange(order, _attributes(shuffled), seed, others=("random",), categories=_CATEGORIES)
+            shuffled = [shuffled[i] for i in permutation]
+        self.looks = shuffled[:tasks]
 
     def __len__(self) -> int:
         return self.tasks
 
-    def __getitem__(self, t: int) -> Task:
-        if not 0 <= t < self.tasks:
-            raise IndexError(f"round {t} of a stream of {self.tasks} tasks")
+    @property
+    def attributes(self) -> Mapping[str, Sequence[Any]]:
+        """The colours, scales and rotations of the tasks."""
+        return _attributes(self.looks)
+
+    def task(self, t: int) -> Task:
+        """The task of round t."""
         per_pass = len(self.digits.x) // self.train
         shuffled = rng("rainbow train", self.seed, t // per_pass).permutation(len(self.digits.x))
         train = shuffled[t % per_pass * self.train :][: self.train]
@@ -121,7 +125,7 @@ def rainbow_mnist(
     tasks: int = len(LOOKS),
     train: int = 900,
     test: int = 500,
-    order: Order = "random",
+    order: str = "random",
     seed: int = 0,
 ) -> RainbowStream:
     """Return the paper's Rainbow MNIST: 28x28 images, with test images from MNIST's test set."""
@@ -129,7 +133,7 @@ def rainbow_mnist(
 
 
 def rainbow_digits(
-    tasks: int = len(LOOKS), train: int = 60, test: int = 300, order: Order = "random", seed: int = 0
+    tasks: int = len(LOOKS), train: int = 60, test: int = 300, order: str = "random", seed: int = 0
 ) -> RainbowStream:
     """Return a rainbow stream over scikit-learn's bundled handwritten digits at 16x16, which needs no download.
 
@@ -161,6 +165,14 @@ def paint(images: np.ndarray, look: Look) -> np.ndarray:
     grey = np.rot90(grey, look.turns, axes=(1, 2))[:, None]
     colour = np.asarray(COLOURS[look.colour], dtype=np.uint16)[None, :, None, None]
     return ((grey * 255 + (255 - grey) * colour + 127) // 255).astype(np.uint8)
+
+
+def _attributes(looks: Sequence[Look]) -> dict[str, list[Any]]:
+    return {
+        "colour": [look.colour for look in looks],
+        "scale": ["half" if look.half else "full" for look in looks],
+        "rotation": [90 * look.turns for look in looks],
+    }
 
 
 def _batch(images: np.ndarray, labels: np.ndarray, look: Look) -> Batch:

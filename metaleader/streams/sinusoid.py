@@ -6,17 +6,21 @@ default ranges is -(2/pi) 2.55 cos x, about -1.62 cos x.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
+from metaleader.streams.base import BaseStream
+from metaleader.streams.order import arrange
 from metaleader.tasks import Batch, Task, rng
 
 
 @dataclass(frozen=True)
-class SinusoidStream:
+class SinusoidStream(BaseStream):
     """A stream of sinusoids, x uniform in [-5, 5].
 
     Attributes:
@@ -27,7 +31,8 @@ class SinusoidStream:
         phase: the range of the uniformly distributed phases.
         drift: the amount that is added to all phases per round; the stream is non-stationary if it is not 0.
         noise: the standard deviation of the noise on the training targets.
-        order: "random", or "amplitude" for the same tasks by increasing amplitude.
+        order: "random"; "amplitude" or "phase", for the same tasks by increasing values; or one of the other orders of
+            `reorder`. Phases are without drift.
         seed: `stream[t]` depends only on the seed and t.
 
     >>> stream = SinusoidStream(tasks=3, train=50, test=100)
@@ -42,7 +47,7 @@ class SinusoidStream:
     phase: tuple[float, float] = (0.0, np.pi)
     drift: float = 0.0
     noise: float = 0.0
-    order: Literal["random", "amplitude"] = "random"
+    order: str = "random"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -51,18 +56,15 @@ class SinusoidStream:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.noise < 0 or self.seed < 0:
             raise ValueError(f"noise and seed must not be negative, got {self.noise} and {self.seed}")
-        if self.order not in ("random", "amplitude"):
-            raise ValueError(f"order must be 'random' or 'amplitude', got {self.order!r}")
+        _ = self._order  # raises an error for an unknown order
 
     def __len__(self) -> int:
         return self.tasks
 
-    def __getitem__(self, t: int) -> Task:
-        if not 0 <= t < self.tasks:
-            raise IndexError(f"round {t} of a stream of {self.tasks} tasks")
-        index = t if self.order == "random" else int(np.argsort([self._draw(i)[1] for i in range(self.tasks)])[t])
-        draw, amplitude = self._draw(index)
-        phase = draw.uniform(*self.phase) + self.drift * t
+    def task(self, t: int) -> Task:
+        """The task of round t."""
+        draw, amplitude, phase = self._draw(self._order[t])
+        phase += self.drift * t
 
         def sample(num: int, noise: float) -> Batch:
             x = draw.uniform(-5.0, 5.0, (num, 1))
@@ -72,6 +74,23 @@ class SinusoidStream:
         train = sample(self.train, self.noise)
         return Task(f"{amplitude:.2f} sin(x - {phase:.2f})", train, sample(self.test, 0.0))
 
-    def _draw(self, index: int) -> tuple[np.random.Generator, float]:
+    @property
+    def attributes(self) -> Mapping[str, Sequence[Any]]:
+        """The amplitudes and the phases, without drift."""
+        return {name: [values[i] for i in self._order] for name, values in self._drawn.items()}
+
+    @cached_property
+    def _order(self) -> list[int]:
+        if self.order == "random":
+            return list(range(self.tasks))
+        return arrange(self.order, self._drawn, self.seed, others=("random",))
+
+    @cached_property
+    def _drawn(self) -> dict[str, list[float]]:
+        """The attributes of the tasks in random order."""
+        draws = [self._draw(i) for i in range(self.tasks)]
+        return {"amplitude": [amplitude for _, amplitude, _ in draws], "phase": [phase for *_, phase in draws]}
+
+    def _draw(self, index: int) -> tuple[np.random.Generator, float, float]:
         draw = rng("sinusoid", self.seed, index)
-        return draw, draw.uniform(*self.amplitude)
+        return draw, draw.uniform(*self.amplitude), draw.uniform(*self.phase)

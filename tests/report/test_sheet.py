@@ -124,4 +124,4 @@ def test_sinusoids_by_amplitude_are_the_same_tasks():
 
     assert amplitudes("amplitude") == sorted(amplitudes("random")) != amplitudes("random")
     with pytest.raises(ValueError, match="order"):
-        SinusoidStream(order="phase")  # pyright: ignore[reportArgumentType]
+        SinusoidStream(order="frequency")

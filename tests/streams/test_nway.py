@@ -105,6 +105,9 @@ def test_orders():
     groups = [superclasses[c] for c in by_group]
     assert len(list(itertools.groupby(groups))) == 3
     assert NWayStream(labelled(), 3, 4, order="given").order == list(range(8))
+    recurring = NWayStream(labelled(), 3, 4, order="recurring", superclasses=superclasses)
+    assert len(list(itertools.groupby(superclasses[c] for c in recurring.order))) == 6
+    assert recurring.attributes["superclass"] == [str(superclasses[c]) for c in recurring.order[2:]]
     assert NWayStream(labelled(), 3, 4, order=[5, 1, 3]).order == [5, 1, 3]
     assert len({tuple(NWayStream(labelled(), 3, 4, seed=seed).order) for seed in range(5)}) == 5
 
@@ -112,8 +115,11 @@ def test_orders():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"order": "superclasses"}, "order must be random, given, superclass or a list"),
+        ({"order": "superclasses"}, "order must be one of random, given, a list of classes; got 'superclasses'"),
         ({"order": "superclass"}, "needs the superclass"),
+        ({"order": "drifting"}, "the stream has no attributes"),
+        ({"order": "superclas", "superclasses": [0] * 8}, "did you mean 'superclass'"),
+        ({"superclasses": [0] * 7}, "7 superclasses for class 7"),
         ({"order": [1, 1]}, "distinct classes"),
         ({"order": [1, 99]}, "distinct classes"),
         ({"ways": 9}, r"ways must lie in 2..8"),

@@ -10,18 +10,20 @@ import contextlib
 import hashlib
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from metaleader.streams.base import BaseStream, check_round
 from metaleader.streams.datasets.registry import Folder
+from metaleader.streams.order import arrange
 from metaleader.streams.pose.cache import claim_view, read_view, write_view
 from metaleader.streams.pose.camera import Camera, View, draw_labels, draw_view
 from metaleader.streams.pose.objects import Objects, builtin_objects, pascal3d_objects
@@ -34,7 +36,7 @@ BLOCK = 90
 
 
 @dataclass(frozen=True)
-class PoseStream:
+class PoseStream(BaseStream):
     """A stream of objects on a table: x is images (N, 3, size, size), uint8, and y is poses (N, 4), float32.
 
     A pose is x and y, uniform in [-1, 1], and the sine and cosine of a uniform azimuth. A red dot at one corner of the
@@ -51,7 +53,8 @@ class PoseStream:
         train: the number of training datapoints per task; the others are held out.
         size: the width and height of the images, which are drawn at twice this size and averaged.
         objects: "builtin", which needs no data, or "pascal3d".
-        order: "random", "class" (grouped by object class) or "scale" (from small to large).
+        order: "random"; "class", grouped by object class; "scale", from small to large; or one of the other orders of
+            `reorder`, also by "azimuth" or "elevation" of the camera.
         seed: `stream[t]` depends on the seed, t, `images`, `size` and `objects`; in random order not on `tasks`.
         data: the folder with `pascal3d/`; METALEADER_DATA or the user's cache if None.
         cache: the folder for drawn images; METALEADER_CACHE or ~/.cache/metaleader if None. Each stream uses a
@@ -63,7 +66,7 @@ class PoseStream:
     train: int = 400
     size: int = 64
     objects: Literal["builtin", "pascal3d"] = "builtin"
-    order: Literal["random", "class", "scale"] = "random"
+    order: str = "random"
     seed: int = 0
     data: Folder = None
     cache: Path | None = None
@@ -75,23 +78,23 @@ class PoseStream:
             raise ValueError(f"train must be from 1 to below images = {self.images}, got {self.train}")
         if not 16 <= self.size <= 1024:
             raise ValueError(f"size must be from 16 to 1024, got {self.size}")
-        for name, options in (("objects", ("builtin", "pascal3d")), ("order", ("random", "class", "scale"))):
-            if getattr(self, name) not in options:
-                raise ValueError(f"{name} must be one of {', '.join(options)}, got {getattr(self, name)!r}")
-        _ = self.folder  # raises an error if data is missing
+        if self.objects not in ("builtin", "pascal3d"):
+            raise ValueError(f"objects must be one of builtin, pascal3d, got {self.objects!r}")
+        _ = self.folder, self.views  # raises an error if data is missing or the order is unknown
 
     def __len__(self) -> int:
         return self.tasks
 
-    def __getitem__(self, t: int) -> Task:
-        view = self.views[self._check(t)]
+    def task(self, t: int) -> Task:
+        """The task of round t."""
+        view = self.views[t]
         x = torch.from_numpy(self._images(view))
         y = torch.from_numpy(self._labels(view))
         return Task(str(view), Batch(x[: self.train], y[: self.train]), Batch(x[self.train :], y[self.train :]))
 
     def camera(self, t: int) -> Camera:
         """Return the camera of a task, whose method `arrows` projects poses into the images."""
-        view = self.views[self._check(t)]
+        view = self.views[check_round(self, t)]
         return view_camera(view, self._collection.load(view.name))
 
     def prepare(self) -> None:
@@ -110,12 +113,16 @@ class PoseStream:
         for i in order[: self.tasks].tolist():
             index = int(objects[i % len(names)])
             views.append(draw_view(self.seed, names[index], index, i // len(names)))
-        if self.order == "class":
-            classes = [name.split()[0] for name in names]
-            views.sort(key=lambda view: classes.index(view.name.split()[0]))
-        elif self.order == "scale":
-            views.sort(key=lambda view: view.scale)
+        if self.order != "random":
+            categories = {"class": list(dict.fromkeys(name.split()[0] for name in names))}
+            permutation = arrange(self.order, _attributes(views), self.seed, others=("random",), categories=categories)
+            views = [views[i] for i in permutation]
         return tuple(views)
+
+    @property
+    def attributes(self) -> Mapping[str, Sequence[Any]]:
+        """The class and the scale of the objects, and the angles of the cameras in degrees."""
+        return _attributes(self.views)
 
     @cached_property
     def folder(self) -> Path:
@@ -137,11 +144,6 @@ class PoseStream:
     @cached_property
     def _loaded(self) -> dict[View, np.ndarray]:
         return {}
-
-    def _check(self, t: int) -> int:
-        if not 0 <= t < self.tasks:
-            raise IndexError(f"round {t} of a stream of {self.tasks} tasks")
-        return t
 
     def _path(self, view: View) -> Path:
         return self.folder / f"{view.name.replace(' ', '-')}-{view.number}.view"
@@ -192,3 +194,12 @@ class PoseStream:
             check_visible(images, empty, str(view))
             write_view(file, path, self._key, images, empty)
         return True
+
+
+def _attributes(views: Sequence[View]) -> dict[str, list[Any]]:
+    return {
+        "class": [view.name.split()[0] for view in views],
+        "scale": [view.scale for view in views],
+        "azimuth": [float(np.degrees(view.azimuth)) for view in views],
+        "elevation": [float(np.degrees(view.elevation)) for view in views],
+    }

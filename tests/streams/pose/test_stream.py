@@ -78,7 +78,8 @@ def test_tasks(cache):
         assert (task.test.y.shape, task.test.y.dtype) == ((2, 4), torch.float32)
         assert task.name == f"{stream.views[t].name}, camera {stream.views[t].number + 1}"
         assert len({image.numpy().tobytes() for image in task.train.x}) == 4
-    for t in (-1, 3):
+    assert stream[-1].name == stream[2].name
+    for t in (-4, 3):
         with pytest.raises(IndexError, match="of a stream of 3 tasks"):
             stream[t]
 
