@@ -159,6 +159,15 @@ def row_signature(tree: Tree) -> str:
     return str(described).replace("'", "")
 
 
+def as_array(leaf: Any) -> Any:
+    """A data frame or series as its values, and an array that torch can share; anything else unchanged."""
+    if not isinstance(leaf, Tensor | np.ndarray) and callable(getattr(leaf, "to_numpy", None)):
+        leaf = leaf.to_numpy()
+    if isinstance(leaf, np.ndarray) and (not leaf.flags.writeable or any(stride < 0 for stride in leaf.strides)):
+        return leaf.copy()
+    return leaf
+
+
 def as_tensors(tree: Tree, where: str) -> Tree:
     """Convert the array-likes of a tree to tensors; rejects values that are not finite numbers."""
     leaves = tree_leaves(tree)
@@ -170,7 +179,7 @@ def as_tensors(tree: Tree, where: str) -> Tree:
 def _tensor_maker(where: str) -> Callable[[Any], Tensor]:
     def make(leaf: Any) -> Tensor:
         try:
-            tensor = leaf.detach() if isinstance(leaf, Tensor) else torch.as_tensor(leaf)
+            tensor = leaf.detach() if isinstance(leaf, Tensor) else torch.as_tensor(as_array(leaf))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{where} is not numeric: got {type(leaf).__name__}; pass tensors or arrays") from error
         if tensor.ndim == 0:

@@ -12,7 +12,8 @@ from torch import nn
 
 from metaleader.engine.objective import GradientSteps, Objective
 from metaleader.gradient.selection import StepSize
-from metaleader.learners.learner import Definition, Learner
+from metaleader.learners.definition import Definition
+from metaleader.learners.learner import Learner
 from metaleader.learners.options import Options, check_step_size, initial_module
 
 

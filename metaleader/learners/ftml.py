@@ -10,7 +10,8 @@ from metaleader.engine.objective import Adaptation, GradientSteps, Objective
 from metaleader.gradient.meta import Inner
 from metaleader.gradient.selection import StepSize, split, step_sizes
 from metaleader.learners.bayes import adaptation_from_plain, adaptation_to_plain
-from metaleader.learners.learner import Definition, Learner
+from metaleader.learners.definition import Definition
+from metaleader.learners.learner import Learner
 from metaleader.learners.options import Options, check_integer, check_step_size
 
 

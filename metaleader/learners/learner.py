@@ -5,56 +5,30 @@ A subclass only defines, once, the objective of its updates, the tasks that they
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, overload
+from typing import Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor, nn
 
-from metaleader.engine.determinism import repeatable
 from metaleader.engine.engine import Engine, Mode
-from metaleader.engine.hook import OwnGradient
-from metaleader.engine.objective import Adaptation, GradientSteps, Objective
 from metaleader.gradient.selection import Params
+from metaleader.learners import observation, prediction
 from metaleader.learners.checkpoint import load_learner, memory_of_state, save_learner
+from metaleader.learners.definition import Definition, with_own_gradient
+from metaleader.learners.locks import Locks
 from metaleader.learners.optimizer import Rule, State, state_from_tree, state_tree
-from metaleader.learners.options import Model, Options, check_integer, initial_module
+from metaleader.learners.options import Model, Options, initial_module
 from metaleader.learners.update import update_together
 from metaleader.losses import Loss
-from metaleader.memory.by_class import ClassBuffer
 from metaleader.memory.by_task import TaskBuffer
-from metaleader.memory.rows import Memory, Which
+from metaleader.memory.rows import Memory
 from metaleader.nets.functional import Layout, Network, Statistics
 from metaleader.system.machine import known_device
-from metaleader.tasks import Batch, ClassBatch, Tree, as_tensors, check_alike, check_batch, num_rows, rng, to_device
-
-
-class Definition(NamedTuple):
-    """What distinguishes one kind of learner from another.
-
-    Attributes:
-        objective: the loss that updates minimise.
-        adaptation: gradient steps or another procedure; None for a learner that is used unadapted.
-        support: datapoints per task that an update adapts on.
-        which: the tasks that an update draws from.
-        restarts: whether every round starts from a new initialisation.
-        updates_per_step: updates for each of `meta_steps`.
-    """
-
-    objective: Objective
-    adaptation: GradientSteps | Adaptation | None = None
-    support: int = 0
-    which: Which = "all"
-    restarts: bool = False
-    updates_per_step: int = 1
-
-
-# Attributes that do not differ between learners side by side and do not change after construction
-_STATIC = frozenset({"options", "model", "loss", "device", "network", "engine", "definition", "rule"})
+from metaleader.tasks import Batch, Tree, num_rows
 
 
 class Learner(ABC):
@@ -75,6 +49,7 @@ class Learner(ABC):
         state: parameters and optimiser state.
         round: t, from 0; -1 before the first `begin`.
         task: the name of the current task, or None.
+        locks: for threads: `locks.changing` is held by calls that change the learner.
     """
 
     Options: ClassVar[type[Options]] = Options
@@ -100,13 +75,15 @@ class Learner(ABC):
             raise ValueError(
                 f"loss must be a function of (prediction, target), as metaleader.losses.squared_error; got {loss!r}"
             )
+        self.locks = Locks()
         self.options = self.Options.parse(settings, type(self).__name__)
         self.model, self.loss, self.device = model, loss, known_device(device)
         module = initial_module(model, self.options.seed, 0)
         self.network = Network(module, loss, self.options.preprocess, self.device)
         self.memory: Memory = TaskBuffer(self.device, self.options.weights, self.options.max_tasks)
         self.engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
-        self.definition = self._with_own_gradient(self.define())
+        overridden = type(self).task_gradient is not Learner.task_gradient
+        self.definition = with_own_gradient(self, self.define(), overridden)
         params = self.definition.objective.params()
         if len({value.dtype for value in params.values()}) > 1:
             raise ValueError(f"parameters must be of one dtype, got {sorted({str(v.dtype) for v in params.values()})}")
@@ -153,21 +130,6 @@ class Learner(ABC):
         """The mean loss over the datapoints of a batch of one task, as a pure function of the parameters."""
         return self.network.loss_fn(params, batch)
 
-    def _with_own_gradient(self, definition: Definition) -> Definition:
-        """Put an overridden `task_gradient` into the objective."""
-        objective, name = definition.objective, type(self).__name__
-        if type(self).task_gradient is not Learner.task_gradient:
-            unused = [n for n in ("first_order", "every_step", "learn_lr") if getattr(self.options, n, False)]
-            if unused:
-                raise ValueError(f"{name} has its own task_gradient, so {', '.join(unused)} would have no effect")
-            objective = dataclasses.replace(objective, own_gradient=OwnGradient(self, _STATIC))
-        if objective.task_gradient is not None and self.network.has_dropout:
-            raise ValueError(
-                f"the gradient of {name} is not one of gradient steps and takes no dropout masks; remove"
-                " the dropout layers from the model"
-            )
-        return definition._replace(objective=objective)
-
     # The contract.
 
     def begin(self, name: str, classes: Sequence[int] | None = None) -> None:
@@ -178,43 +140,41 @@ class Learner(ABC):
             classes: for n-way tasks, the global class behind each label, in the order of the labels. Either all tasks
                 of a learner have classes or none.
         """
-        memory, state = self.memory, self.state
-        if classes is not None and self.task is None and self.options.max_tasks is None:
-            memory = ClassBuffer(self.device, self.options.weights)
-        if self.definition.restarts:
-            module = initial_module(self.model, self.options.seed, self.round + 1, fresh=True)
-            params = {name: value.detach().to(self.device) for name, value in module.named_parameters()}
-            state = State(self.layout.flat(params), {}, state.step, state.step)
-        memory.begin(str(name), classes, self.network.num_classes)
-        self.memory, self.state, self.round, self.task = memory, state, self.round + 1, str(name)
+        observation.begin(self, str(name), classes)
 
-    def observe(self, x: Tree, y: Tree, *, ids: Sequence[int] | Tensor | None = None, update: bool = True) -> None:
-        """Store datapoints of the current task and meta-update; on an error the learner is as before the call.
+    def observe(
+        self,
+        x: Tree,
+        y: Tree,
+        *,
+        task: str | None = None,
+        ids: Sequence[int] | Tensor | None = None,
+        update: bool = True,
+    ) -> None:
+        """Store datapoints of a task and meta-update; on an error the learner is as before the call.
 
         Args:
-            x: inputs, one row per datapoint: a tensor, or a dict or tuple of tensors.
-            y: targets, one row per datapoint; for n-way tasks, positions in the task's classes.
+            x: inputs, one row per datapoint: a tensor, array or data frame, or a dict or tuple of them. float64 arrays
+                are converted to the dtype of the model.
+            y: targets, one row per datapoint; for n-way tasks, positions in the task's classes. For `squared_error` and
+                a model with one output, y may have one dimension.
+            task: a name: the data is added to all earlier data of this name, and the open round stays as it is. No
+                `begin` is needed. Draws use such a task from its second datapoint on. None is the current task.
             ids: for n-way tasks, one integer per datapoint that names it across tasks: one seen before is stored once.
             update: False only stores the data; call `update` later.
         """
-        if self.task is None:
-            raise ValueError("observe before begin: call begin(name) to open a task first")
-        batch = to_device(check_batch(Batch(x, y), "observe"), self.device)
-        if self.memory.store.data is not None:
-            check_alike(batch, self.memory.store.data, "observe")
-        self.network.check(self.params, batch, "observe")
-        adaptation = self.definition.objective.adaptation
-        if adaptation is not None and self.memory.store.data is None:
-            adaptation.check_data(self.network, self.layout.named(self.state.flat), batch)
-        mark, state = self.memory.mark(), self.state
-        try:
-            self.memory.append(batch, ids)
-            if update:
-                self.update()
-        except BaseException:
-            self.memory.rollback(mark)
-            self.state = state
-            raise
+        observation.observe(self, x, y, None if task is None else str(task), ids, update)
+
+    def forget(self, name: str) -> None:
+        """Delete all data of a task for good; an open round of this name stays open, without data.
+
+        What updates have learned from the data stays in the parameters. Files saved before keep the data.
+
+        Raises:
+            ValueError: for a name without data.
+        """
+        with self.locks.changing, self.locks.reading:
+            self.memory.forget(str(name))
 
     def update(self, steps: int | None = None) -> None:
         """Run `meta_steps` updates, or the given number, on the data observed.
@@ -222,7 +182,8 @@ class Learner(ABC):
         Raises:
             ValueError: if a loss or gradient is not finite; the learner is then as before the call.
         """
-        update_together([self], steps)
+        with self.locks.changing:
+            update_together([self], steps)
 
     @overload
     def adapt(
@@ -240,33 +201,20 @@ class Learner(ABC):
     ) -> nn.Module | list[nn.Module]:
         """A net adapted to all of D_t, for use on one row or many; the learner is not changed.
 
-        Before the first data of the task, the net is the initialisation.
+        Before the first data of the task, the net is the initialisation. Threads may call `adapt`, `predict` and
+        `predict_many` at the same time, also while another thread changes the learner.
 
         Args:
             steps: the number of gradient steps; None is the learner's own. Several numbers give a list of nets. With
                 `adaptation=`, 0 gives the initialisation, and any other number the adapted net.
             statistics: of batch norm: "task" uses those of D_t, so that a prediction does not depend on the rows beside
                 it; "batch" those of the rows that the net is called on, as in the paper.
-            task: adapt to all data observed under this name, in one round or several, instead of D_t.
+            task: adapt to all data observed under this name, in rounds or by `observe(task=)`, instead of D_t.
+
+        Raises:
+            ValueError: for a name without data, or if the adapted net is not finite.
         """
-        adaptation, classes = self.definition.adaptation, self.chosen_classes()
-        if task is not None and self.definition.restarts:
-            raise ValueError(f"{type(self).__name__} trains on the current task alone; leave task=None")
-        data = self.memory.named(str(task)) if task is not None else self._current()
-        numbers = steps if isinstance(steps, Sequence) else [steps]
-        default = adaptation.steps if isinstance(adaptation, GradientSteps) else int(adaptation is not None)
-        counts = [default if n is None else n for n in numbers]
-        for count in counts:
-            check_integer("steps", count, 0)
-        params, done, nets = self.layout.named(self.state.flat), 0, {}
-        for count in sorted(set(counts)):
-            if adaptation is not None and data is not None and count > done:
-                batch = data if classes is None else ClassBatch(*data, classes)
-                params = self._adapted(adaptation, params, batch, range(done, count))
-                done = count
-            example = self.memory.store.data
-            nets[count] = self.network.adapted(params, data, statistics, example=example, classes=classes)
-        return [nets[count] for count in counts] if isinstance(steps, Sequence) else nets[counts[0]]
+        return prediction.adapt(self, steps, statistics, task)
 
     @torch.no_grad()
     def predict(self, x: Tree, task: str | None = None, *, variance: bool = False) -> Any:
@@ -280,24 +228,19 @@ class Learner(ABC):
         Returns:
             The predictions, or with `variance` the pair of predictions and variances.
         """
-        x = to_device(as_tensors(x, "predict: x"), self.device)
-        prediction = self.adapt(task=task)(x)
-        if not variance:
-            return prediction
-        adaptation = self.definition.adaptation
-        if not isinstance(adaptation, Adaptation):
-            raise ValueError("variance=True needs a learner with adaptation=metaleader.BayesianHead()")
-        data = self.memory.named(str(task)) if task is not None else self._current()
-        params = self.layout.named(self.state.flat)
-        return prediction, adaptation.variance(self.network, params, data, x)
+        return prediction.predict(self, x, task, variance)
 
-    def _adapted(self, adaptation: GradientSteps | Adaptation, params: Params, data: Any, steps: range) -> Params:
-        """The parameters after some adaptation steps; a procedure without steps is complete after the first."""
-        with repeatable(self.device):
-            if isinstance(adaptation, GradientSteps):
-                noise = self._dropout_seeds("adapt dropout", [self.round, num_rows(data.y)], (steps.stop,))
-                return adaptation.run(self.network.loss_fn, params, data, steps, noise)
-            return params | adaptation(self.network, params, data) if steps.start == 0 else params
+    @torch.no_grad()
+    def predict_many(self, xs: Mapping[str, Tree]) -> dict[str, Any]:
+        """Predictions for several tasks at once: those of `predict(x, task=name)`, up to rounding.
+
+        Args:
+            xs: inputs by name of the task.
+
+        Returns:
+            Predictions by name.
+        """
+        return prediction.predict_many(self, xs)
 
     # Facts.
 
@@ -333,6 +276,12 @@ class Learner(ABC):
         return self.network.has_batch_norm
 
     @property
+    def tasks(self) -> dict[str, int]:
+        """The number of datapoints by name; for n-way tasks, which are stored by class, those of the open round."""
+        with self.locks.reading:
+            return self.memory.sizes()
+
+    @property
     def num_datapoints(self) -> int:
         """The size of D_t."""
         data = self._current()
@@ -358,8 +307,9 @@ class Learner(ABC):
         Args:
             data: False omits the observed datapoints; they must be observed again before `load_state_dict`.
         """
-        tree = state_tree(self.state, self.layout, self.rule.elementwise)
-        return {"round": self.round, "task": self.task} | tree | {"buffer": self.memory.state_dict(data)}
+        with self.locks.changing:
+            tree = state_tree(self.state, self.layout, self.rule.elementwise)
+            return {"round": self.round, "task": self.task} | tree | {"buffer": self.memory.state_dict(data)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, bit for bit as the learner it was taken from.
@@ -367,13 +317,14 @@ class Learner(ABC):
         Raises:
             ValueError: if it is not the state of such a learner; the learner is then as before the call.
         """
-        try:
-            restored = state_from_tree(state, self.layout, self.state, self.rule.elementwise)
-            memory = memory_of_state(self.memory, state["buffer"], self.device, self.options)
-            round_and_task = state["round"], state["task"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a learner's state_dict: {error!r}") from error
-        self.memory, self.state, (self.round, self.task) = memory, restored, round_and_task
+        with self.locks.changing, self.locks.reading:
+            try:
+                restored = state_from_tree(state, self.layout, self.state, self.rule.elementwise)
+                memory = memory_of_state(self.memory, state["buffer"], self.device, self.options)
+                round_and_task = state["round"], state["task"]
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"not a learner's state_dict: {error!r}") from error
+            self.memory, self.state, (self.round, self.task) = memory, restored, round_and_task
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the learner with its data and settings to one safetensors file, atomically."""
@@ -396,8 +347,3 @@ class Learner(ABC):
                 loss or preprocess are not the saved ones, a warning is logged.
         """
         return load_learner(cls, path, model, loss, callables)
-
-    def _dropout_seeds(self, purpose: str, key: Sequence[int], shape: tuple[int, ...]) -> Tensor | None:
-        if not self.network.has_dropout:
-            return None
-        return torch.from_numpy(rng(purpose, self.options.seed, *key).integers(2**31, size=shape)).to(self.device)

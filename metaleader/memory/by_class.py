@@ -37,6 +37,7 @@ class ClassBuffer:
         self.weights = weights
         self.store = Rows(self.device)
         self.ways: tuple[int, ...] = ()
+        self._name = ""
         self._classes: list[int] = []  # of each row
         self._ids: list[int] = []  # of each row
         self._row_of: dict[int, int] = {}  # by id
@@ -83,18 +84,21 @@ class ClassBuffer:
                 f"task {name!r} has {len(global_classes)} classes, earlier tasks have {len(self.ways)}; all tasks of a"
                 " learner must have the same number"
             )
-        self.ways = global_classes
+        self.ways, self._name = global_classes, name
         self._round_rows, self._round_labels, self._current = [], [], None
         self._round_start = self.store.length
 
-    def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None) -> None:
+    def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None, task: str | None = None) -> None:
         """Store datapoints of the open task; a batch with a wrong label or id is rejected as a whole.
 
         Args:
             batch: images with local labels.
             ids: one integer per image that identifies it across tasks; an image whose id is already stored is not
                 stored again. None means that all images are new.
+            task: not available: the classes of a task belong to its round.
         """
+        if task is not None:
+            raise self._no_names(task)
         labels = self._checked_labels(batch.y)
         names = self._checked_ids(ids, labels)
         new: list[int] = []
@@ -176,7 +180,21 @@ class ClassBuffer:
 
     def named(self, name: str) -> Batch | None:
         """Not available: data is stored by class. Always raises ValueError."""
-        raise ValueError("n-way tasks store their data by class, not by task; adapt to the open task, task=None")
+        raise self._no_names(name)
+
+    def sizes(self) -> dict[str, int]:
+        """The number of datapoints of the open task; images of earlier tasks are stored by class."""
+        return {self._name: len(self._round_rows)} if self._round_rows else {}
+
+    def forget(self, name: str) -> None:
+        """Not available: data is stored by class. Always raises ValueError."""
+        raise self._no_names(name)
+
+    def _no_names(self, name: str) -> ValueError:
+        return ValueError(
+            f"task {name!r}: n-way tasks store their data by class, not by task; leave task=None, which is the round"
+            " opened by begin(name, classes=[...])"
+        )
 
     def latest(self, num: int) -> Batch | None:
         """The first `num` datapoints of D_t; images of earlier tasks have no label in the open task."""
@@ -206,6 +224,7 @@ class ClassBuffer:
         return {
             "kind": self.kind,
             "ways": list(self.ways),
+            "name": self._name,
             "classes": torch.tensor(self._classes, dtype=torch.int64),
             "ids": torch.tensor(self._ids, dtype=torch.int64),
             "round_rows": torch.tensor(self._round_rows, dtype=torch.int64),
@@ -223,6 +242,7 @@ class ClassBuffer:
             )
         self.store.load_state_dict(state)
         self.ways, self._classes, self._ids = tuple(state["ways"]), classes, ids
+        self._name = state.get("name", "")
         self._row_of = {name: row for row, name in enumerate(ids) if name != _UNNAMED}
         self._round_rows, self._round_labels = state["round_rows"].tolist(), state["round_labels"].tolist()
         self._round_start, self._current = state["round_start"], None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,18 +11,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from metaleader.memory.entries import Entries, starts_of
+from metaleader.memory.entry import Entry
 from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_weights, choose, distinct, split
-from metaleader.tasks import Batch, rng
+from metaleader.tasks import Batch, num_rows, rng
+
+# The storage is regrouped when this fraction of its rows belongs to no task.
+_MAX_HOLES = 0.25
 
 
 class TaskBuffer:
     """All datapoints observed so far, by task; with `max_tasks`, those of a bounded number of tasks.
 
-    If a new task exceeds the bound, the task with the smallest weight is dropped, the oldest among equals.
+    If a new task exceeds the bound, the task with the smallest weight is dropped; without weights, the task whose last
+    datapoint is the oldest.
 
     Args:
         device: where the data is kept.
-        weights: nu^t, the distribution over the tasks seen; uniform if None.
+        weights: nu^t, the distribution over the tasks seen, in the order of their first datapoints; uniform if None.
         max_tasks: the tasks kept, the open one among them, two or more; all if None.
     """
 
@@ -35,21 +42,40 @@ class TaskBuffer:
         self.device = torch.device(device)
         self.weights, self.max_tasks = weights, max_tasks
         self.store = Rows(self.device)
-        # Of the tasks kept; `numbers` counts all tasks seen.
-        self.names: list[str] = []
-        self.starts: list[int] = []
-        self.numbers: list[int] = []
-        self.seen = 0
-        self._open: str | None = None
+        self._entries = Entries()
+        self._base = 0
 
     def __len__(self) -> int:
         """The number of tasks kept, each with at least one datapoint."""
-        return len(self.names)
+        return len(self._entries)
+
+    @property
+    def seen(self) -> int:
+        """The number of tasks so far."""
+        return self._entries.seen
 
     @property
     def num_datapoints(self) -> int:
         """The number of datapoints kept."""
-        return self.store.length
+        return self.store.length - self._entries.holes
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tasks kept."""
+        return [entry.name for entry in self._entries.all()]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number of tasks seen before each task kept."""
+        return [entry.number for entry in self._entries.all()]
+
+    def counts(self) -> np.ndarray:
+        """The number of datapoints of each task."""
+        return np.array([entry.count for entry in self._entries.all()], dtype=np.int64)
+
+    def sizes(self) -> dict[str, int]:
+        """The number of datapoints by name, over all rounds of a name."""
+        return {name: sum(entry.count for entry in entries) for name, entries in self._entries.by_name.items()}
 
     def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
         """Open a new task, which enters the buffer with its first datapoint, and drop tasks that exceed the bound."""
@@ -57,38 +83,33 @@ class TaskBuffer:
             raise ValueError(f"task {name!r} has classes, and images are kept by class: leave max_tasks at None")
         if classes is not None:
             raise ValueError(f"task {name!r} has classes, earlier tasks have none; use a new learner")
-        excess = 0 if self.max_tasks is None else len(self.names) + 1 - self.max_tasks
-        if excess <= 0:
-            self._open = name
-            return
-        weights = self._weights(len(self.names))
-        least_first = range(len(self.names)) if weights is None else np.argsort(weights, kind="stable").tolist()
-        kept = sorted(least_first[excess:])
-        spans = self._spans()
-        store = self.store.copy_of([spans[i] for i in kept])
-        starts = np.cumsum([0, *self.counts()[kept[:-1]]]).tolist()
-        names, numbers = [self.names[i] for i in kept], [self.numbers[i] for i in kept]
-        # One statement: an interrupt comes before or after it.
-        self.store, self.starts, self.names, self.numbers, self._open = store, starts, names, numbers, name
+        excess = self._excess(self._entries.all(), len(self))
+        self._entries.begin(name)
+        for entry in excess:
+            self._entries.drop(entry)
+        self._regroup()
 
-    def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None) -> None:
-        """Store datapoints of the open task."""
+    def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None, task: str | None = None) -> None:
+        """Store datapoints of the open task, or of the task with a name, whether or not it is new."""
+        entries, excess = self._entries, []
         if ids is not None:
             raise ValueError("observe: ids belong to n-way tasks; open the task with begin(name, classes=[...])")
-        start = self.store.length
+        if task is None and entries.round is None and entries.open is None:
+            raise ValueError("observe before begin: call begin(name) to open a task first, or pass task=name")
+        if task is not None and not entries.closed(task):
+            excess = self._excess(entries.all(with_round=False), len(self) + int(entries.open is not None))
+        first = self.store.length
         self.store.append(batch)
-        if self._open is not None:
-            self.names.append(self._open)
-            self.starts.append(start)
-            self.numbers.append(self.seen)
-            self.seen += 1
-            self._open = None
+        for entry in excess:
+            entries.drop(entry)
+        if task is None:
+            entries.add_to_round(first, num_rows(batch))
+        else:
+            entries.add(task, first, num_rows(batch))
 
     def current(self) -> Batch | None:
         """D_t: all datapoints of the open task, None before the first."""
-        if self._open is not None or not self.names:
-            return None
-        return self.store.take(slice(self.starts[-1], self.store.length))
+        return None if self._entries.round is None else self._take([self._entries.round])
 
     def current_classes(self) -> None:
         """None: the tasks have no classes."""
@@ -96,35 +117,30 @@ class TaskBuffer:
     @property
     def num_new(self) -> int:
         """The size of D_t."""
-        return 0 if self._open is not None or not self.names else self.store.length - self.starts[-1]
+        return 0 if self._entries.round is None else self._entries.round.count
 
     def named(self, name: str) -> Batch | None:
-        """All datapoints of the tasks with a name, in order of arrival; None for an open task without data.
+        """All datapoints of the tasks with a name, round by round; None for an open task without data.
 
         Raises:
             ValueError: for a name without data.
         """
-        batches = [self.store.take(span) for n, span in zip(self.names, self._spans(), strict=True) if n == name]
-        if not batches and name != self._open:
-            names = list(dict.fromkeys(self.names))
-            listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-            dropped = self.seen - len(self.names)
-            note = f"; {dropped} tasks were dropped by max_tasks={self.max_tasks}" if dropped else ""
-            raise ValueError(f"no data of task {name!r}; tasks with data: {listed or 'none yet'}{note}")
-        return tree_map(lambda *leaves: torch.cat(leaves), *batches) if batches else None
+        entries = self._entries.named(name)
+        if entries:
+            return self._take(entries)
+        if name == self._entries.open:
+            return None
+        raise self._unknown(name)
 
     def latest(self, num: int) -> Batch | None:
-        """The latest datapoints, of any task."""
-        length = self.store.length
-        return self.store.take(slice(max(0, length - num), length)) if length else None
-
-    def _spans(self) -> list[slice]:
-        """The rows of each task."""
-        return [slice(*ends) for ends in zip(self.starts, [*self.starts[1:], self.store.length], strict=False)]
-
-    def counts(self) -> np.ndarray:
-        """The number of datapoints of each task."""
-        return np.diff(np.asarray([*self.starts, self.store.length], dtype=np.int64))
+        """The last datapoints, task by task."""
+        index: list[np.ndarray] = []
+        for entry in reversed(self._entries.all()):
+            if num <= 0:
+                break
+            index.insert(0, entry.rows()[-num:])
+            num -= entry.count
+        return self.store.take(torch.from_numpy(np.concatenate(index)).to(self.device)) if index else None
 
     def draw(
         self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int, which: Which = "all"
@@ -137,70 +153,163 @@ class TaskBuffer:
             tasks: the number of tasks per step, drawn with replacement from nu^t.
             support: datapoints in a task's support set; may be 0.
             query: datapoints in a task's query set.
-            which: all tasks kept, those before the open one, or the open one only.
+            which: all tasks, those other than the open round, or the open round only.
 
         Returns:
             Row numbers on the buffer's device, or None if there is nothing to draw from.
         """
-        is_open = self._open is None and bool(self.names)
-        last = len(self.names) - int(is_open)
-        first, stop = {"all": (0, len(self.names)), "past": (0, last), "current": (last, len(self.names))}[which]
-        if stop == first:
+        entries = self._entries
+        drawn = [] if which == "current" else entries.drawn
+        last = [] if which == "past" or entries.round is None else [entries.round]
+        num = len(drawn) + len(last)
+        if num == 0:
             return None
         width = support + query
         uniforms = np.stack([rng("draw", seed, step).random((tasks, 1 + 2 * width)) for step in steps])
         uniforms = uniforms.reshape(-1, 1 + 2 * width)
-        weights = self._weights(stop) if which != "current" else None
-        chosen = first + choose(uniforms[:, 0], stop - first, weights)
+        weights = None if self.weights is None or which == "current" else self._weights([*drawn, *last], which)
         # Only the chosen tasks are read, so that the cost does not grow with the number of tasks.
-        numbers = chosen.tolist()
-        starts = np.array([self.starts[i] for i in numbers], dtype=np.int64)
-        stops = [self.starts[i + 1] if i + 1 < len(self.starts) else self.store.length for i in numbers]
-        counts = np.array(stops, dtype=np.int64) - starts
-        picked = starts[:, None] + split(distinct(uniforms[:, 1:], counts, width), counts, support, query)
-        picked = torch.from_numpy(picked.reshape(len(steps), tasks, width))
-        return Draw(picked[..., :support], picked[..., support:]).to(self.device)
-
-    def _weights(self, stop: int) -> np.ndarray | None:
-        """Weights of the first `stop` tasks kept; None if they are uniform."""
-        if self.weights is None:
-            return None
-        # Weights over all tasks seen, excluding the current task if it is not sampled.
-        weights = checked_weights(self.weights, self.seen - (len(self.names) - stop))
-        if self.seen > len(self.names):
-            weights = weights[self.numbers[:stop]]
-        return weights if weights.sum() > 0 else None
+        numbers = choose(uniforms[:, 0], num, weights).tolist()
+        chosen = [drawn[i] if i < len(drawn) else last[0] for i in numbers]
+        counts = np.array([entry.count for entry in chosen], dtype=np.int64)
+        index = split(distinct(uniforms[:, 1:], counts, width), counts, support, query)
+        picked = np.array([entry.start for entry in chosen], dtype=np.int64)[:, None] + index
+        for i, entry in enumerate(chosen):
+            if not entry.is_contiguous:
+                picked[i] = entry.at(index[i])
+        rows = torch.from_numpy(picked.reshape(len(steps), tasks, width))
+        return Draw(rows[..., :support], rows[..., support:]).to(self.device)
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
         return self.store.gather_draw(draw)
 
+    def forget(self, name: str) -> None:
+        """Delete all data of a name for good; an open round of that name stays open, without data."""
+        if name not in self._entries.by_name:
+            raise self._unknown(name)
+        self._entries.forget(name)
+        self._entries.mark()
+        self._regroup()
+
     def mark(self) -> tuple[Any, ...]:
-        """A point to return to with `rollback`, until a task is dropped."""
-        return self.store.length, len(self.names), self.seen, self._open
+        """Make all changes so far permanent, and return this point for `rollback`."""
+        self._regroup()
+        self._entries.mark()
+        self._base = self.store.length
+        return self.num_datapoints, len(self), self.seen, self._entries.open
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
-        """Remove the datapoints appended after a mark."""
-        length, num_tasks, self.seen, self._open = mark
-        self.store.cut(length)
-        del self.names[num_tasks:], self.starts[num_tasks:], self.numbers[num_tasks:]
+        """Undo all changes since the latest mark, which is the argument."""
+        self._entries.rollback()
+        self.store.cut(self._base)
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:
-        """Everything stored; with `data=False` only the bookkeeping, for streams that rebuild the data."""
-        state = {"kind": self.kind, "names": list(self.names), "starts": list(self.starts), "open": self._open}
-        if self.seen > len(self.names):
-            state |= {"numbers": list(self.numbers), "seen": self.seen}
-        return state | self.store.state_dict(data)
+        """Everything stored, task by task; without data only the bookkeeping, for streams that rebuild it."""
+        entries, kept = self._entries, self._entries.all()
+        numbers = [entry.number for entry in kept]
+        state = {"kind": self.kind, "names": self.names, "starts": starts_of(kept)[:-1], "open": entries.open}
+        if entries.seen > len(kept) or numbers != list(range(len(kept))):
+            state |= {"numbers": numbers, "seen": entries.seen}
+        if entries.aside or entries.removed or any(entry.merged for entry in kept):
+            state["by_name"] = {
+                "round": entries.round is not None,
+                "merged": torch.tensor([entry.merged for entry in kept], dtype=torch.bool),
+                "touched": torch.tensor([entry.touched for entry in kept], dtype=torch.int64),
+                "aside": [list(pair) for pair in entries.aside.items()],
+                "removed": entries.removed,
+            }
+        return state | self.store.state_dict(data, self._index(kept))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; if it has no data, the stored data must be that of the state."""
-        names, starts = list(state["names"]), list(state["starts"])
-        # A state lists them only if tasks were dropped.
+        names, starts, length = list(state["names"]), list(state["starts"]), state["length"]
+        counts = np.diff(np.array([*starts, length], dtype=np.int64)).tolist()
+        # A state lists them only if tasks were dropped or come in another order.
         numbers, seen = list(state.get("numbers", range(len(names)))), state.get("seen", len(names))
-        self.store.load_state_dict(state)
-        if "data" not in state and (starts, numbers) != (self.starts, self.numbers):
+        more: Mapping[str, Any] = state.get("by_name", {})
+        merged = more["merged"].tolist() if more else [False] * len(names)
+        touched = more["touched"].tolist() if more else list(range(len(names)))
+        fields = (names, starts, numbers, merged, touched, counts)
+        if len({len(values) for values in fields}) > 1 or any(c < 1 for c in counts) or starts[:1] not in ([], [0]):
+            raise ValueError(f"the state lists {len(names)} tasks whose rows do not fit its {length} datapoints")
+        if "data" in state:
+            store = Rows(self.device)
+            store.load_state_dict(state)
+            kept = [Entry(*values) for values in zip(names, numbers, merged, starts, counts, strict=True)]
+        else:
+            store = self.store
+            present = self._present(dict(zip(numbers, counts, strict=True)), length)
+            kept = [present[n].copy(name, is_merged) for n, name, is_merged in zip(numbers, names, merged, strict=True)]
+        for entry, last in zip(kept, touched, strict=True):
+            entry.touched = last
+        has_round = bool(kept) and (more["round"] if more else state["open"] is None)
+        entries = Entries(kept, has_round, dict(more.get("aside", ())))
+        entries.seen, entries.open, entries.removed = seen, state["open"], more.get("removed", 0)
+        entries.holes = store.length - length
+        self.store, self._entries, self._base = store, entries, store.length
+
+    def _present(self, counts: Mapping[int, int], length: int) -> dict[int, Entry]:
+        """The entries present, by number, if they have these numbers and sizes."""
+        if length != self.num_datapoints:
             raise ValueError(
-                f"the state was saved without its data, of tasks {numbers}, but tasks {self.numbers} are present;"
+                f"the state was saved without its data of {length} datapoints, but {self.num_datapoints} are present;"
                 " observe the same data (update=False) before loading"
             )
-        self.names, self.starts, self.numbers, self.seen, self._open = names, starts, numbers, seen, state["open"]
+        present = {entry.number: entry for entry in self._entries.all()}
+        if counts != {number: entry.count for number, entry in present.items()}:
+            raise ValueError(
+                f"the state was saved without its data, of tasks {reprlib.repr(sorted(counts))}, but tasks"
+                f" {reprlib.repr(sorted(present))} are present, or their sizes differ; observe the same data"
+                " (update=False) before loading"
+            )
+        return present
+
+    def _take(self, entries: Sequence[Entry]) -> Batch:
+        """The datapoints of some entries."""
+        batches = [self.store.take(self._index([entry], entry.start)) for entry in entries]
+        return tree_map(lambda *leaves: torch.cat(leaves), *batches) if len(batches) > 1 else batches[0]
+
+    def _index(self, entries: Sequence[Entry], start: int = 0) -> slice | Tensor:
+        """The rows of entries, one entry after the other: a slice if they lie so from `start` on."""
+        ends = [start + end for end in starts_of(entries)]
+        if all(entry.is_contiguous and entry.start == end for entry, end in zip(entries, ends, strict=False)):
+            return slice(start, ends[-1])
+        return torch.from_numpy(np.concatenate([entry.rows() for entry in entries])).to(self.device)
+
+    def _regroup(self) -> None:
+        """Copy the rows in use to a new storage if many are not; batches taken from the old one stay valid."""
+        before, kept = self._entries, self._entries.all()
+        if before.holes == 0 or before.holes < _MAX_HOLES * self.store.length:
+            return
+        store = self.store.copy_of(self._index(kept)) if kept else Rows(self.device)
+        moved = [entry.placed(start) for entry, start in zip(kept, starts_of(kept), strict=False)]
+        entries = Entries(moved, before.round is not None, before.aside)
+        entries.seen, entries.open, entries.removed = before.seen, before.open, before.removed
+        # One statement: an interrupt comes before or after it.
+        self.store, self._entries, self._base = store, entries, store.length
+
+    def _weights(self, entries: Sequence[Entry], which: Which) -> np.ndarray | None:
+        """Weights of some of the tasks kept; None if they are uniform."""
+        if self.weights is None:
+            return None
+        # Weights over all tasks seen, without the open round if it is the latest task and is not sampled.
+        latest, seen = self._entries.round, self.seen
+        without = which == "past" and latest is not None and latest.number == seen - 1
+        weights = checked_weights(self.weights, seen - int(without))[[entry.number for entry in entries]]
+        return weights if weights.sum() > 0 else None
+
+    def _excess(self, entries: Sequence[Entry], num: int) -> list[Entry]:
+        """The entries to drop so that one more can be kept beside `num`."""
+        excess = 0 if self.max_tasks is None else num + 1 - self.max_tasks
+        if excess <= 0:
+            return []
+        weights = self._weights(entries, "all")
+        if weights is None:
+            return sorted(entries, key=lambda entry: entry.touched)[:excess]
+        return [entries[i] for i in np.argsort(weights, kind="stable")[:excess]]
+
+    def _unknown(self, name: str) -> ValueError:
+        dropped = self.seen - len(self) - self._entries.removed
+        note = f"; {dropped} tasks were dropped by max_tasks={self.max_tasks}" if dropped else ""
+        return self._entries.unknown(name, note)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from metaleader.tasks import Batch, check_alike, num_rows, rows
+from metaleader.tasks import Batch, check_alike, num_rows, rows, shapes
 
 # nu^t: the weights of tasks 0 .. t-1, given t
 Weights = Callable[[int], np.ndarray]
@@ -72,8 +72,8 @@ class Memory(Protocol):
         """Open a new task; D_t is empty."""
         ...
 
-    def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None) -> None:
-        """Store datapoints of the open task."""
+    def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None, task: str | None = None) -> None:
+        """Store datapoints of the open task, or of the task with a name."""
         ...
 
     def current(self) -> Batch | None:
@@ -86,6 +86,14 @@ class Memory(Protocol):
 
     def named(self, name: str) -> Batch | None:
         """All datapoints observed under a name."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """The number of datapoints by name."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """Delete all data of a name for good."""
         ...
 
     def latest(self, num: int) -> Batch | None:
@@ -153,12 +161,11 @@ class Rows:
         if length == 0:  # the next rows may have any shape
             self.data = None
 
-    def copy_of(self, spans: list[slice]) -> Rows:
-        """A copy of some of the rows; batches taken from this storage stay valid."""
+    def copy_of(self, index: slice | Tensor) -> Rows:
+        """A copy of the rows at an index; batches taken from this storage stay valid."""
         copied = Rows(self.device)
-        if self.data is not None:
-            copied.data = tree_map(lambda leaf: torch.cat([leaf[span] for span in spans]), self.data)
-            copied.length = num_rows(copied.data)
+        copied.data = tree_map(lambda leaf: leaf[index].clone(), self.data)
+        copied.length = num_rows(copied.data)
         return copied
 
     def take(self, index: slice | Tensor) -> Batch:
@@ -177,11 +184,13 @@ class Rows:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
         return self.gather(draw.support, draw.support_y), self.gather(draw.query, draw.query_y)
 
-    def state_dict(self, data: bool) -> dict[str, Any]:
-        """The rows, or with `data=False` only their number."""
-        state: dict[str, Any] = {"length": self.length}
+    def state_dict(self, data: bool, index: slice | Tensor | None = None) -> dict[str, Any]:
+        """The rows at an index, by default all; with `data=False` only their number."""
+        index = slice(0, self.length) if index is None else index
+        length = len(range(*index.indices(self.length))) if isinstance(index, slice) else len(index)
+        state: dict[str, Any] = {"length": length}
         if data:
-            kept = None if self.data is None else rows(self.data, slice(0, self.length))
+            kept = None if self.data is None else rows(self.data, index)
             state["data"] = None if kept is None else {"x": kept.x, "y": kept.y}
         return state
 
@@ -189,6 +198,10 @@ class Rows:
         """Restore a state; if it has no data, the same number of rows must be present."""
         if "data" in state:
             data = None if state["data"] is None else Batch(state["data"]["x"], state["data"]["y"])
+            if (0 if data is None else num_rows(data)) != state["length"]:
+                raise ValueError(
+                    f"the state has no data of {state['length']} datapoints; its shapes are {shapes(data)}"
+                )
             self.data = None if data is None else tree_map(lambda leaf: leaf.to(self.device, copy=True), data)
         elif state["length"] != self.length:
             raise ValueError(

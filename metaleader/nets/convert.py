@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from metaleader.gradient.selection import Params
 from metaleader.models import TaskLogits
 from metaleader.nets.layers import BatchNorm, Conv2d, Linear, SeededDropout
-from metaleader.tasks import Batch, Tree
+from metaleader.tasks import Batch, Tree, as_array
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CHANNEL_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -109,26 +110,37 @@ def adapted_copy(
             norm.keep_next = True
         net(preprocess(data.x))
     shown = data or example
-    rows = _RowHooks(preprocess, [leaf.ndim - 1 for leaf in tree_leaves(shown.x)] if shown else None)
+    like = next(net.parameters())
+    rows = _RowHooks(preprocess, [leaf.ndim - 1 for leaf in tree_leaves(shown.x)] if shown else None, like)
     net.register_forward_pre_hook(rows.before)
     net.register_forward_hook(rows.after)
     return net
 
 
 class _RowHooks:
-    """Hooks of an adapted net: preprocess the inputs, and accept a single row without its batch dimension."""
+    """Hooks of an adapted net: preprocess the inputs, and accept arrays, and a single row without batch dimension."""
 
-    def __init__(self, preprocess: Callable[[Tree], Tree], row_dims: list[int] | None) -> None:
+    def __init__(self, preprocess: Callable[[Tree], Tree], row_dims: list[int] | None, like: Tensor) -> None:
         self.preprocess = preprocess
         self.row_dims = row_dims
+        self.like = like.dtype, like.device
         self.single = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
+        x = tree_map(self.tensor, x)
         self.single = [leaf.ndim for leaf in tree_leaves(x)] == self.row_dims
         if self.single:
             x = tree_map(lambda leaf: leaf[None], x)
         return (self.preprocess(x), *rest)
+
+    def tensor(self, leaf: Any) -> Any:
+        """A leaf as it is, or an array as a tensor where the parameters are; float64 gets their dtype."""
+        leaf = as_array(leaf)
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        dtype, device = self.like
+        return torch.from_numpy(leaf).to(device, dtype if leaf.dtype == np.float64 else None)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return output[0] if self.single else output

@@ -21,6 +21,7 @@ from metaleader.gradient.selection import Params
 from metaleader.losses import Loss, takes_labels
 from metaleader.models import TaskLogits
 from metaleader.nets.convert import adapted_copy, functional_copy, tied_names
+from metaleader.nets.copies import Copies
 from metaleader.nets.layers import BatchNorm, SeededDropout
 from metaleader.tasks import Batch, ClassBatch, Tree, num_rows, row_signature, rows
 
@@ -93,7 +94,8 @@ class Network:
         self.task_logits = list(num_classes)
         self.num_classes = min(num_classes.values(), default=None)
         self._tied = tied_names(self.module)
-        self._feature_module: nn.Module | None = None
+        self._copies = Copies(self.module)
+        self._feature_copies: Copies | None = None
         self._outputs: int | None = None
         self._checked_rows: str | None = None
 
@@ -106,9 +108,15 @@ class Network:
 
         With classes, (n,), a module with `TaskLogits` predicts one of these.
         """
+        if torch.compiler.is_compiling():  # traced, not run: the module does not change
+            return self._call(self.module, params, x, noise, classes)
+        with self._copies.borrow() as module:
+            return self._call(module, params, x, noise, classes)
+
+    def _call(self, module: nn.Module, params: Params, x: Tree, noise: Tensor | None, classes: Tensor | None) -> Tensor:
         state = {name: params[first] for name, first in self._tied.items()}
         for i, name in enumerate(self._dropouts):
-            layer = cast(SeededDropout, self.module.get_submodule(name))
+            layer = cast(SeededDropout, module.get_submodule(name))
             layer.train(noise is not None)
             layer.num_calls = 0
             if noise is not None:
@@ -116,7 +124,7 @@ class Network:
         if classes is not None:
             state |= {f"{name}.classes": classes for name in self.task_logits}
         # Not tie_weights: with a layer that is used twice, torch 2.13 leaves these tensors in the module.
-        return functional_call(self.module, state, (self.preprocess(x),), tie_weights=False)
+        return functional_call(module, state, (self.preprocess(x),), tie_weights=False)
 
     def last_linear(self) -> tuple[str, nn.Linear]:
         """The linear layer with the last parameter, and the prefix of its parameters' names.
@@ -134,25 +142,27 @@ class Network:
     def features(self, params: Params, x: Tree) -> Tensor:
         """The inputs of the last linear layer for a batch of inputs of one task, without dropout."""
         prefix, _ = self.last_linear()
-        if self._feature_module is None:
-            self._feature_module = copy.deepcopy(self.module)
+        if self._feature_copies is None:
+            module = copy.deepcopy(self.module)
             parent, _, child = prefix.rstrip(".").rpartition(".")
             if child:
-                setattr(self._feature_module.get_submodule(parent), child, nn.Identity())
-            else:
-                self._feature_module = nn.Identity()
-        names = {name for name, _ in self._feature_module.named_parameters(remove_duplicate=False)}
-        state = {name: params[first] for name, first in self._tied.items() if name in names}
-        return functional_call(self._feature_module, state, (self.preprocess(x),), tie_weights=False)
+                setattr(module.get_submodule(parent), child, nn.Identity())
+            self._feature_copies = Copies(module if child else nn.Identity())
+        compiling = torch.compiler.is_compiling()  # traced, not run: the module does not change
+        copies = self._feature_copies
+        with contextlib.nullcontext(copies.original) if compiling else copies.borrow() as module:
+            names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+            state = {name: params[first] for name, first in self._tied.items() if name in names}
+            return functional_call(module, state, (self.preprocess(x),), tie_weights=False)
 
     def predict_with_statistics_of(self, data: Tree, params: Params, x: Tree, classes: Tensor | None = None) -> Tensor:
         """The prediction for x, with the batch norm statistics of other rows of the task."""
-        with contextlib.ExitStack() as stack:
-            for layer in self.module.modules():
+        with self._copies.borrow() as module, contextlib.ExitStack() as stack:
+            for layer in module.modules():
                 if isinstance(layer, BatchNorm):
                     stack.enter_context(layer.keeping())
-            self.predict(params, data, None, classes)
-            return self.predict(params, x, None, classes)
+            self._call(module, params, data, None, classes)
+            return self._call(module, params, x, None, classes)
 
     def loss_fn(self, params: Params, batch: Batch | ClassBatch, noise: Tensor | None = None) -> Tensor:
         """The mean loss over the datapoints of a batch."""
@@ -180,6 +190,17 @@ class Network:
         return adapted_copy(self.module, params, self.preprocess, data, statistics, example, classes)
 
     @torch.no_grad()
+    def output_shape(self, params: Params, x: Tree) -> torch.Size | None:
+        """The shape of the output for one datapoint; None if the module fails or has no row per datapoint."""
+        trial = copy.copy(self)  # the module may change itself
+        trial._copies = Copies(copy.deepcopy(self.module))
+        try:
+            prediction = trial.predict(params, rows(x, slice(0, 2)))
+        except Exception:
+            return None
+        return prediction.shape[1:] if isinstance(prediction, Tensor) and prediction.ndim else None
+
+    @torch.no_grad()
     def check(self, params: Params, batch: Batch, where: str) -> None:
         """Reject datapoints that the module or the loss cannot take, before anything is stored.
 
@@ -194,13 +215,13 @@ class Network:
                 )
         if row_signature(batch) != self._checked_rows:
             # On a copy, since the module may change itself.
-            module, self.module = self.module, copy.deepcopy(self.module)
-            try:
-                self._try(params, rows(batch, torch.arange(2, device=_device(batch)) % num_rows(batch)), where)
-                if num_rows(batch) == 1:
-                    self._try_loss(params, Batch(batch.x, _safe_labels(batch.y, self.loss)), where)
-            finally:
-                self.module = module
+            trial = copy.copy(self)
+            trial.module = copy.deepcopy(self.module)
+            trial._copies = Copies(trial.module, [trial.module])
+            trial._try(params, rows(batch, torch.arange(2, device=_device(batch)) % num_rows(batch)), where)
+            if num_rows(batch) == 1:
+                trial._try_loss(params, Batch(batch.x, _safe_labels(batch.y, self.loss)), where)
+            self._outputs, self._checked_rows = trial._outputs, trial._checked_rows
         if not takes_labels(self.loss):
             self._try_loss(params, batch, where)
         else:

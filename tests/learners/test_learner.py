@@ -15,6 +15,7 @@ from torch.func import functional_call
 import metaleader as ml
 from metaleader.checks.trees import differences, snapshot
 from metaleader.learners.update import Outer
+from metaleader.memory.entry import Entry
 from metaleader.tasks import rng
 
 Params = dict[str, Tensor]
@@ -853,20 +854,18 @@ def test_a_state_with_classes_and_a_bounded_memory() -> None:
     assert len(learner.memory.state_dict()["names"]) == 2
 
 
-def test_an_interrupt_while_data_is_kept_leaves_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("task", [None, "a", "new"])
+def test_an_interrupt_while_data_is_kept_leaves_the_learner(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = make_ftml()(module(), ml.losses.squared_error, **SIZES)
     learner.begin("a")
     learner.observe(*tasks()[0][0])
     learner.begin("b")
     before = snapshot(learner)
-
-    class Stopping(list[int]):
-        def append(self, value: int) -> None:
-            raise KeyboardInterrupt
-
-    buffer: Any = learner.memory
-    buffer.starts = Stopping(buffer.starts)
+    monkeypatch.setattr(Entry, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        learner.observe(*tasks()[1][0])
-    buffer.starts = list(buffer.starts)
+        learner.observe(*tasks()[1][0], task=task)
     assert not differences(before, snapshot(learner))
+
+
+def interrupted(*args: Any) -> None:
+    raise KeyboardInterrupt

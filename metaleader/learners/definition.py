@@ -1,0 +1,53 @@
+"""What distinguishes one kind of learner from another."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+from metaleader.engine.hook import OwnGradient
+from metaleader.engine.objective import Adaptation, GradientSteps, Objective
+from metaleader.memory.rows import Which
+
+if TYPE_CHECKING:
+    from metaleader.learners.learner import Learner
+
+
+class Definition(NamedTuple):
+    """What distinguishes one kind of learner from another.
+
+    Attributes:
+        objective: the loss that updates minimise.
+        adaptation: gradient steps or another procedure; None for a learner that is used unadapted.
+        support: datapoints per task that an update adapts on.
+        which: the tasks that an update draws from.
+        restarts: whether every round starts from a new initialisation.
+        updates_per_step: updates for each of `meta_steps`.
+    """
+
+    objective: Objective
+    adaptation: GradientSteps | Adaptation | None = None
+    support: int = 0
+    which: Which = "all"
+    restarts: bool = False
+    updates_per_step: int = 1
+
+
+# Attributes that do not differ between learners side by side and do not change after construction
+_STATIC = frozenset({"options", "model", "loss", "device", "network", "engine", "definition", "rule"})
+
+
+def with_own_gradient(learner: Learner, definition: Definition, overridden: bool) -> Definition:
+    """A definition with the learner's `task_gradient` in its objective, if a user has overridden it."""
+    objective, name = definition.objective, type(learner).__name__
+    if overridden:
+        unused = [n for n in ("first_order", "every_step", "learn_lr") if getattr(learner.options, n, False)]
+        if unused:
+            raise ValueError(f"{name} has its own task_gradient, so {', '.join(unused)} would have no effect")
+        objective = dataclasses.replace(objective, own_gradient=OwnGradient(learner, _STATIC))
+    if objective.task_gradient is not None and learner.network.has_dropout:
+        raise ValueError(
+            f"the gradient of {name} is not one of gradient steps and takes no dropout masks; remove"
+            " the dropout layers from the model"
+        )
+    return definition._replace(objective=objective)

@@ -1,0 +1,191 @@
+"""The tasks in memory: which rows each has, which of them are drawn, and how a change is undone.
+
+A round of `begin` is one entry. Data stored under a name is one entry per name, whatever arrives in between; it
+includes the closed rounds of that name, and is drawn from its second datapoint on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from metaleader.memory.entry import Entry
+
+
+class Entries:
+    """The tasks kept.
+
+    Attributes:
+        drawn: closed entries that draws choose from.
+        idle: closed entries that are not drawn, by number: those with a single datapoint under a name, or set aside.
+        by_name: all entries by name.
+        aside: the names that are set aside, with the reason.
+        round: the open round, from its first datapoint on.
+        open: the name of the open round before its first datapoint.
+        seen: the number of tasks so far.
+        removed: the number of tasks that were forgotten, or merged with another.
+        holes: the number of rows that belong to no task.
+        clock: the number of calls that added data.
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry] = (), has_round: bool = False, aside: Mapping[str, str] | None = None
+    ) -> None:
+        closed = entries[:-1] if has_round else entries
+        self.aside = dict(aside or {})
+        self.drawn = [entry for entry in closed if self._is_drawn(entry)]
+        self.idle = {entry.number: entry for entry in closed if not self._is_drawn(entry)}
+        self.by_name: dict[str, list[Entry]] = {}
+        for entry in entries:
+            self.by_name.setdefault(entry.name, []).append(entry)
+        self.round = entries[-1] if has_round else None
+        self.open: str | None = None
+        self.seen = self.removed = self.holes = 0
+        self.clock = max((entry.touched for entry in entries), default=-1) + 1
+        self._undo: list[Callable[[], object]] = []
+
+    def __len__(self) -> int:
+        return len(self.drawn) + len(self.idle) + int(self.round is not None)
+
+    def all(self, with_round: bool = True) -> list[Entry]:
+        """All tasks kept, the open round last."""
+        last = [self.round] if with_round and self.round is not None else []
+        return [*self.drawn, *(self.idle[number] for number in sorted(self.idle)), *last]
+
+    def named(self, name: str) -> list[Entry]:
+        """The entries of a name, in the order of their first datapoints."""
+        return sorted(self.by_name.get(name, ()), key=lambda entry: entry.number)
+
+    def closed(self, name: str) -> list[Entry]:
+        """The entries of a name without the open round."""
+        return [entry for entry in self.named(name) if entry is not self.round]
+
+    def unknown(self, name: str, note: str = "") -> ValueError:
+        """The error for a name without data."""
+        listed = ", ".join(reprlib.repr(known)[1:-1] for known in itertools.islice(self.by_name, 10))
+        more = f" and {len(self.by_name) - 10} more" if len(self.by_name) > 10 else ""
+        return ValueError(f"no data of task {reprlib.repr(name)}; tasks with data: {listed or 'none yet'}{more}{note}")
+
+    # Changes: each records how it is undone.
+
+    def mark(self) -> None:
+        """Make all changes so far permanent."""
+        self._undo = []
+
+    def rollback(self) -> None:
+        """Undo all changes since the mark."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+
+    def begin(self, name: str) -> None:
+        """Open a round without data, and close the one before."""
+        self._record()
+        if self.round is not None:
+            closed, self.round = self.round, None
+            self._enter(closed)
+        self.open = name
+
+    def add_to_round(self, first: int, num: int) -> None:
+        """Add rows to the open round."""
+        self._record()
+        if self.round is None:
+            self.round, self.open = self._new(str(self.open), merged=False), None
+        self._add(self.round, first, num)
+
+    def add(self, name: str, first: int, num: int) -> None:
+        """Add rows to the one entry of a name; the open round is left as it is."""
+        self._record()
+        entries = self.closed(name)
+        if not entries:
+            entry = self._new(name, merged=True)
+            self._add(entry, first, num)
+            self._enter(entry)
+            return
+        entry, *others = entries
+        was_drawn, was_merged = self._is_drawn(entry), entry.merged
+        self._undo.append(lambda: setattr(entry, "merged", was_merged))
+        entry.merged = True
+        for other in others:
+            self._undo.append(entry.absorb(other))
+            self.drop(other, holes=0)
+            self.removed += 1
+        self._add(entry, first, num)
+        if self._is_drawn(entry) != was_drawn:
+            self._leave(entry)
+            self._enter(entry)
+
+    def drop(self, entry: Entry, holes: int | None = None) -> None:
+        """Remove a closed entry; its rows become holes, unless another entry has them."""
+        name, entries = entry.name, self.by_name[entry.name]
+        rest, reason = [other for other in entries if other is not entry], self.aside.get(entry.name)
+        self._record()
+        self._leave(entry)
+        self._undo.append(lambda: self.by_name.update({name: entries}))
+        self.by_name[name] = rest
+        if not rest:
+            del self.by_name[name]
+            if reason is not None:
+                self._undo.append(lambda: self.aside.update({name: reason}))
+                del self.aside[name]
+        self.holes += entry.count if holes is None else holes
+
+    def forget(self, name: str) -> None:
+        """Remove all entries of a name; an open round of that name stays open, without data."""
+        if self.round is not None and self.round.name == name:
+            self._record()
+            closed, self.round, self.open = self.round, None, name
+            self._enter(closed)
+        for entry in self.named(name):
+            self.drop(entry)
+            self.removed += 1
+
+    def _add(self, entry: Entry, first: int, num: int) -> None:
+        count, touched = entry.count, entry.touched
+        self._undo.append(lambda: (setattr(entry, "count", count), setattr(entry, "touched", touched)))
+        entry.add(first, num)
+        entry.touched, self.clock = self.clock, self.clock + 1
+
+    def _new(self, name: str, merged: bool) -> Entry:
+        """A new entry, which is not among the closed ones yet."""
+        entry, entries = Entry(name, self.seen, merged), self.by_name.get(name, [])
+        self._undo.append(lambda: self.by_name.update({name: entries}) if entries else self.by_name.pop(name, None))
+        self.by_name[name] = [*entries, entry]
+        self.seen += 1
+        return entry
+
+    def _enter(self, entry: Entry) -> None:
+        """Put an entry among those that are drawn, or among the idle ones."""
+        if self._is_drawn(entry):
+            self._undo.append(lambda: self.drawn.pop() if self.drawn[-1:] == [entry] else None)
+            self.drawn.append(entry)
+        else:
+            self._undo.append(lambda: self.idle.pop(entry.number, None))
+            self.idle[entry.number] = entry
+
+    def _leave(self, entry: Entry) -> None:
+        """The inverse of `_enter`."""
+        if entry.number in self.idle:
+            self._undo.append(lambda: self.idle.setdefault(entry.number, entry))
+            del self.idle[entry.number]
+        else:
+            i = self.drawn.index(entry)
+            self._undo.append(lambda: None if self.drawn[i : i + 1] == [entry] else self.drawn.insert(i, entry))
+            del self.drawn[i]
+
+    def _record(self) -> None:
+        """Record the values that a change replaces."""
+        names = ("seen", "round", "open", "holes", "removed", "clock")
+        before = {name: getattr(self, name) for name in names}
+        self._undo.append(lambda: self.__dict__.update(before))
+
+    def _is_drawn(self, entry: Entry) -> bool:
+        return entry.name not in self.aside and (entry.count > 1 or not entry.merged)
+
+
+def starts_of(entries: Sequence[Entry]) -> list[int]:
+    """The first row of each entry if they lie one after the other, and the end of the last."""
+    return np.cumsum([0, *(entry.count for entry in entries)]).tolist()
