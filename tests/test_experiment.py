@@ -32,7 +32,7 @@ def no_figure(monkeypatch):
 
 
 def learner(folder, method, seed):
-    return load_tree(folder / "checkpoint" / f"{method}.safetensors", "metaleader-checkpoint", 1)["state"]["learners"][
+    return load_tree(folder / "checkpoint" / f"{method}.safetensors", "metaleader-checkpoint", 2)["state"]["learners"][
         seed
     ]
 

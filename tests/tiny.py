@@ -71,6 +71,6 @@ def results(folder: Path) -> dict[str, Any]:
     """What must be the same however often a run was stopped: the bytes of the records and of every saved tensor."""
     found: dict[str, Any] = {"records.csv": (folder / "records.csv").read_bytes()}
     for path in sorted((folder / "checkpoint").iterdir()):
-        tree = load_tree(path, "metaleader-checkpoint", 1)
+        tree = load_tree(path, "metaleader-checkpoint", 2)
         found[path.name] = tree_map(lambda leaf: leaf.numpy().tobytes() if isinstance(leaf, Tensor) else leaf, tree)
     return found

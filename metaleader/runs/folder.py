@@ -12,18 +12,24 @@ All files are written atomically, except for records.csv, to which the records o
 import csv
 import io
 import json
+import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
+from metaleader.runs.digest import committed, is_valid, newest
 from metaleader.system.files import load_tree, save_tree, write_atomic
+
+_log = logging.getLogger("metaleader")
 
 FORMAT = 1
 Schedule = Literal["standard", "paper", "quick"]
 COLUMNS = ("method", "seed", "protocol", "round", "task", "datapoints", "loss", "accuracy", "needed")
 TIMES = ("method", "round", "seconds", "peak_mb")
-_CHECKPOINT = "metaleader-checkpoint"
+_CHECKPOINT, _CHECKPOINT_VERSION = "metaleader-checkpoint", 2
+# Values that may be edited, for instance to resume on another machine
+_EDITABLE = {"device", "engine", "engines", "threads", "data", "tensorboard", "hardware", "versions", "commit"}
 _TEXT, _INTEGERS = ("method", "protocol", "task"), ("seed", "round", "datapoints", "needed", "new_datapoints")
 
 
@@ -114,20 +120,33 @@ def _check_types(path: Path, values: dict[str, Any], schema: Any) -> None:
 def read_records(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the records of a run folder, numbers as numbers and missing values as None.
 
+    If there are checkpoints, the records are those of finished rounds, and they are compared with the digest.
+
     Raises:
         FileNotFoundError: if the folder holds no records.
-        ValueError: if the file is not a table of records, or ends in the middle of a line.
+        ValueError: if the file was changed, is not a table of records, or ends in the middle of a line.
     """
-    path = Path(folder) / "records.csv"
-    if not path.is_file():
-        raise FileNotFoundError(f"no records in {folder}: {path} is missing")
-    return _read_csv(path, COLUMNS, f"`metaleader resume {folder}` repairs it if the run was killed")
+    folder = Path(folder)
+    path = folder / "records.csv"
+    config = read_config(folder) if (folder / "checkpoint").is_dir() else None
+    checkpoints = {} if config is None else read_checkpoints(folder, config["methods"])
+    if config is None or not checkpoints:
+        if not path.is_file():
+            raise FileNotFoundError(f"no records in {folder}: {path} is missing")
+        hint = (
+            f"if the run was killed in its first round, `metaleader resume {folder}` repairs it, else remove that line"
+        )
+        return _parsed(path, path.read_bytes(), COLUMNS, hint)
+    check_config(folder, checkpoints)
+    finished = all(is_finished(checkpoints.get(method)) for method in config["methods"])
+    advice = "restore it from a copy, or start a new run in another folder"
+    return _parsed(path, committed(path, checkpoints, finished), COLUMNS, advice)
 
 
 def read_times(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read method, round, seconds and peak_mb of each round; empty if the run has no `times.csv`."""
     path = Path(folder) / "times.csv"
-    return _read_csv(path, TIMES, "delete it: only times are lost") if path.is_file() else []
+    return _parsed(path, path.read_bytes(), TIMES, "delete it: only times are lost") if path.is_file() else []
 
 
 def read_costs(folder: str | os.PathLike[str]) -> dict[str, Cost]:
@@ -149,15 +168,45 @@ def read_checkpoint(folder: Path, method: str) -> dict[str, Any] | None:
     path = _checkpoint_path(folder, method)
     if not path.exists():
         return None
-    tree = load_tree(path, _CHECKPOINT, FORMAT)
-    if not {"rounds_played", "rounds", "records_bytes", "state"} <= tree.keys():
+    tree = load_tree(path, _CHECKPOINT, _CHECKPOINT_VERSION)
+    counts = [tree.get(name) for name in ("rounds_played", "rounds", "records_bytes")]
+    try:
+        is_config = isinstance(json.loads(tree.get("config", "{}")), dict)
+    except (TypeError, ValueError, RecursionError):
+        is_config = False
+    are_counts = all(type(count) is int and count >= 0 for count in counts)
+    if not (are_counts and is_config and "state" in tree and is_valid(tree)):
         raise ValueError(f"{path} is not the checkpoint of a run; use an intact copy")
     return tree
 
 
+def read_checkpoints(folder: Path, methods: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Read the last checkpoint of each method that has one."""
+    trees = {method: read_checkpoint(folder, method) for method in methods}
+    return {method: tree for method, tree in trees.items() if tree is not None}
+
+
+def check_config(folder: Path, checkpoints: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compare `config.json` with the copy in the newest checkpoint.
+
+    Raises:
+        ValueError: if a value differs that determines the records; a difference in others is logged.
+    """
+    tree = newest(checkpoints)
+    if tree is None or "config" not in tree:  # a run of an earlier release
+        return
+    path = folder / "config.json"
+    then, now = json.loads(tree["config"]), json.loads(path.read_bytes())
+    for name in [name for name in then | now if then.get(name) != now.get(name)]:
+        change = f"its {name} was {then.get(name)!r}, now it is {now.get(name)!r}"
+        if name not in _EDITABLE:
+            raise ValueError(f"{path} was changed during the run: {change}; change it back, or start a new run")
+        _log.warning("%s was changed during the run: %s", path, change)
+
+
 def write_checkpoint(folder: Path, method: str, tree: dict[str, Any]) -> None:
     """Write a checkpoint for `read_checkpoint`, atomically."""
-    save_tree(_checkpoint_path(folder, method), tree, _CHECKPOINT, FORMAT)
+    save_tree(_checkpoint_path(folder, method), tree, _CHECKPOINT, _CHECKPOINT_VERSION)
 
 
 def is_finished(checkpoint: dict[str, Any] | None) -> bool:
@@ -176,9 +225,9 @@ def _checkpoint_path(folder: Path, method: str) -> Path:
     return folder / "checkpoint" / f"{method}.safetensors"
 
 
-def _read_csv(path: Path, columns: Sequence[str], hint: str) -> list[dict[str, Any]]:
+def _parsed(path: Path, content: bytes, columns: Sequence[str], hint: str) -> list[dict[str, Any]]:
     try:
-        text = path.read_bytes().decode()
+        text = content.decode()
         names, *lines = csv.reader(io.StringIO(text, newline="")) if text else ([],)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is not a table ({error})") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from metaleader.methods import styles
+from metaleader.runs.digest import Digest
 from metaleader.runs.folder import (
     csv_lines,
     is_finished,
@@ -53,10 +54,8 @@ def join_runs(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
                 raise ValueError(f"{folder} is not finished: continue {method} with `metaleader resume {folder}`")
             trees[method] = tree
         records = read_records(folder)
-        if (folder / "records.csv").stat().st_size != max(trees[method]["records_bytes"] for method in methods):
-            raise ValueError(
-                f"{folder}/records.csv does not have the length that its checkpoint states; use an intact copy"
-            )
+        if not records:
+            raise ValueError(f"{folder}/records.csv has no rows; use an intact copy")
         if header and list(records[0]) != header:
             raise ValueError(f"{folder} has the columns {list(records[0])}, not {header}; join runs of one release")
         header = list(records[0])
@@ -64,15 +63,13 @@ def join_runs(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
             lines[method] = csv_lines(row.values() for row in records if row["method"] == method)
         times += read_times(folder)
     with Run(out, config) as run:
-        # Records before checkpoints, as in a round: `resume` can then continue after a kill.
-        content = csv_lines([header])
-        for method in config["methods"]:
-            content += lines[method]
-            trees[method]["records_bytes"] = len(content)
-        write_atomic(run.records_path, content)
+        # Records last: a folder without records may be written again, so after a kill `join` is run again.
+        digest = Digest(csv_lines([header]))
         write_times(run.folder, [row for m in config["methods"] for row in times if row["method"] == m])
         for method in config["methods"]:
-            write_checkpoint(run.folder, method, trees[method])
+            digest = digest.extended(lines[method])
+            write_checkpoint(run.folder, method, trees[method] | run.seal(digest))
+        write_atomic(run.records_path, csv_lines([header]) + b"".join(lines[method] for method in config["methods"]))
 
 
 def _joined_config(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:

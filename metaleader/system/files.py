@@ -74,6 +74,17 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents, durably."""
+    missing, path = [], folder.absolute()
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        sync_folder(path.parent)
+
+
 def save_tree(path: str | os.PathLike[str], tree: dict[str, Any], kind: str, version: int) -> None:
     """Save nested dicts, lists and tuples of tensors and plain values as one safetensors file.
 

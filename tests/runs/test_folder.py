@@ -136,8 +136,7 @@ def test_rewinding_cuts_what_came_after_the_last_checkpoint(tmp_path):
     (tmp_path / "checkpoint" / ".toe.safetensors.abc.part").write_bytes(b"half")
     with open(tmp_path / "times.csv", "a") as file:
         file.write("ftml,1,9.0,9.0\n")
-    with pytest.raises(ValueError, match="ends in the middle of a line; `metaleader resume"):
-        read_records(tmp_path)
+    assert len(read_records(tmp_path)) == 4  # those of the finished round
     with Run(tmp_path) as run:
         run.rewind(2, ["loss_1"])
         assert run.records_path.read_bytes() == kept
@@ -157,7 +156,7 @@ def test_records_shorter_than_the_checkpoint_says_are_refused(tmp_path):
     ):
         run.rewind(2)
     (tmp_path / "records.csv").unlink()
-    with Run(tmp_path) as run, pytest.raises(ValueError, match="was truncated: it has 0 bytes"):
+    with Run(tmp_path) as run, pytest.raises(ValueError, match=r"is missing, but had \d+ bytes .* restore it"):
         run.rewind(2)
 
 
@@ -232,7 +231,7 @@ def test_folders_that_are_not_there_or_cannot_be_made(tmp_path):
 
 def test_a_foreign_checkpoint_is_refused(tmp_path):
     with begun(tmp_path) as run:
-        runs.save_tree(tmp_path / "checkpoint" / "ftml.safetensors", {"a": 1}, "metaleader-checkpoint", 1)
+        runs.save_tree(tmp_path / "checkpoint" / "ftml.safetensors", {"a": 1}, "metaleader-checkpoint", 2)
         with pytest.raises(ValueError, match="is not the checkpoint of a run"):
             run.checkpoint("ftml")
         (tmp_path / "checkpoint" / "ftml.safetensors").write_bytes(b"\0" * 100)

@@ -11,7 +11,8 @@ from made_records import made_settings
 from metaleader import cli, experiment
 from metaleader.experiment import Experiment, join_experiments, run_experiment
 from metaleader.presets import PRESETS
-from metaleader.runs.folder import read_config, read_times
+from metaleader.runs.digest import Digest
+from metaleader.runs.folder import read_checkpoint, read_config, read_times, write_checkpoint
 from metaleader.runs.run import Run
 
 ALL = ("ftml", "toe", "scratch")
@@ -75,14 +76,65 @@ def test_where_the_runs_ran_is_kept_by_method_where_it_differs(runs, tmp_path):
     assert config["versions"] == first["versions"]
 
 
-def test_a_join_that_was_killed_goes_on_with_resume(runs, tmp_path):
+def test_a_run_whose_last_checkpoints_are_gone_is_resumed(runs, tmp_path):
     join_experiments(runs, tmp_path / "joined")
     whole = tiny.results(tmp_path / "joined")
-    for written in (2, 1):  # the checkpoints are written last, in the order of the methods
+    for written in (2, 1):
         for method in ALL[written:]:
             (tmp_path / "joined" / "checkpoint" / f"{method}.safetensors").unlink()
         experiment.resume_experiment(tmp_path / "joined")
         assert tiny.results(tmp_path / "joined") == whole
+
+
+class Stopped(BaseException):
+    """A kill, for code in the same process."""
+
+
+def stopped_at(number, patch):
+    """Stop at a call that changes the file system; returns the number of calls so far."""
+    calls = []
+
+    def stopping(call):
+        def wrapped(*arguments, **options):
+            calls.append(call)
+            if len(calls) >= number:  # a dead process writes nothing any more
+                raise Stopped
+            return call(*arguments, **options)
+
+        return wrapped
+
+    for name in ("fsync", "replace", "chmod", "mkdir", "unlink"):
+        patch.setattr(os, name, stopping(getattr(os, name)))
+    return calls
+
+
+def test_a_join_that_was_stopped_anywhere_is_joined_again(runs, tmp_path):
+    join_experiments(runs, tmp_path / "joined")
+    whole = tiny.results(tmp_path / "joined")
+    number, resumed = 0, 0
+    while True:
+        folder, number = tmp_path / f"{number}", number + 1
+        with pytest.MonkeyPatch.context() as patch:
+            calls = stopped_at(number, patch)
+            try:
+                join_experiments(runs, folder)
+            except Stopped:
+                pass
+            else:
+                break
+        if (folder / "records.csv").exists():
+            experiment.resume_experiment(folder)  # says that it is finished
+            resumed += 1
+            assert tiny.results(folder) == whole
+            continue
+        if any(folder.glob("checkpoint/[!.]*")):
+            with pytest.raises(ValueError, match=r"records.csv is missing.*If `metaleader join` was stopped, run it"):
+                experiment.resume_experiment(folder)
+        join_experiments(runs, folder)
+        assert tiny.results(folder) == whole
+        assert not list(folder.rglob("*.part"))
+    assert len(calls) >= 20
+    assert resumed >= 1
 
 
 def test_the_command(runs, tmp_path, monkeypatch):
@@ -155,14 +207,18 @@ def test_records_that_are_not_whole(runs, tmp_path):
     text = (runs[1] / "records.csv").read_bytes()
     for cut in (text[: text.rindex(b"\n", 0, -1) + 1], text[: text.index(b"\n") + 1]):
         (runs[1] / "records.csv").write_bytes(cut)
-        refused(runs, tmp_path, "one/records.csv does not have the length that its checkpoint states")
+        refused(runs, tmp_path, "one/records.csv was truncated")
     os.unlink(runs[1] / "records.csv")
-    refused(runs, tmp_path, "no records in", FileNotFoundError)
+    refused(runs, tmp_path, "one/records.csv is missing")
 
 
 def test_records_of_another_release(runs, tmp_path):
     path = runs[1] / "records.csv"
     path.write_bytes(path.read_bytes().replace(b"loss_1", b"loss_2", 1))
+    refused(runs, tmp_path, "one/records.csv was changed: it differs between lines 1 and")
+    tree = read_checkpoint(runs[1], "toe")
+    assert tree is not None
+    write_checkpoint(runs[1], "toe", tree | Digest(path.read_bytes()).tree())
     refused(runs, tmp_path, "one has the columns .*'loss_2'.*join runs of one release")
 
 
