@@ -4,6 +4,7 @@ from metaleader.streams.arrays import ArrayStream
 from metaleader.streams.base import BaseStream, View
 from metaleader.streams.catalogue import STREAMS, make_stream
 from metaleader.streams.datasets.cifar import cifar100
+from metaleader.streams.frames import FrameStream, from_frame
 from metaleader.streams.nway import Labelled, NWayStream
 from metaleader.streams.order import reorder
 from metaleader.streams.pose.stream import PoseStream
@@ -15,6 +16,7 @@ __all__ = [
     "STREAMS",
     "ArrayStream",
     "BaseStream",
+    "FrameStream",
     "Labelled",
     "NWayStream",
     "PoseStream",
@@ -23,6 +25,7 @@ __all__ = [
     "SinusoidStream",
     "View",
     "cifar100",
+    "from_frame",
     "make_stream",
     "rainbow_digits",
     "rainbow_mnist",

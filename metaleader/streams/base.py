@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, SupportsIndex, overload
 
@@ -45,6 +45,9 @@ class BaseStream(ABC):
     @abstractmethod
     def task(self, t: int) -> Task:
         """The task of round t, from 0 to below the length; the same task at every call."""
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self.task(t) for t in range(len(self)))
 
     @overload
     def __getitem__(self, t: SupportsIndex, /) -> Task: ...
