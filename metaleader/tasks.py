@@ -102,7 +102,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def rows(tree: Tree, index: slice | Tensor) -> Tree:
+def rows(tree: Tree, index: int | slice | Tensor) -> Tree:
     """The datapoints at an index, in every tensor of a tree."""
     return tree_map(lambda leaf: leaf[index], tree)
 

@@ -20,6 +20,7 @@ from metaleader.learners import observation, prediction
 from metaleader.learners.checkpoint import load_learner, memory_of_state, save_learner
 from metaleader.learners.definition import Definition, with_own_gradient
 from metaleader.learners.locks import Locks
+from metaleader.learners.many import predict_many
 from metaleader.learners.optimizer import Rule, State, state_from_tree, state_tree
 from metaleader.learners.options import Model, Options, initial_module
 from metaleader.learners.update import update_together
@@ -228,7 +229,7 @@ class Learner(ABC):
         Returns:
             The predictions, or with `variance` the pair of predictions and variances.
         """
-        return prediction.predict(self, x, task, variance)
+        return prediction.predict(self, x, task, variance, type(self).adapt is not Learner.adapt)
 
     @torch.no_grad()
     def predict_many(self, xs: Mapping[str, Tree]) -> dict[str, Any]:
@@ -240,7 +241,8 @@ class Learner(ABC):
         Returns:
             Predictions by name.
         """
-        return prediction.predict_many(self, xs)
+        own = (type(self).adapt, type(self).predict) != (Learner.adapt, Learner.predict)
+        return {name: self.predict(x, task=name) for name, x in xs.items()} if own else predict_many(self, xs)
 
     # Facts.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.engine.determinism import repeatable
 from metaleader.engine.objective import Adaptation, GradientSteps
@@ -15,7 +15,7 @@ from metaleader.gradient.selection import Params
 from metaleader.learners.inputs import inputs_of
 from metaleader.learners.options import check_integer
 from metaleader.nets.functional import Statistics
-from metaleader.tasks import Batch, ClassBatch, Tree, num_rows, rng
+from metaleader.tasks import Batch, ClassBatch, Tree, num_rows, rng, row_signature
 
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
@@ -71,32 +71,63 @@ def adapt(
     return [nets[count] for count in counts] if isinstance(steps, Sequence) else nets[counts[0]]
 
 
-def predict(learner: Learner, x: Tree, task: str | None, variance: bool) -> Any:
-    """The body of `Learner.predict`."""
-    adaptation = learner.definition.adaptation
+def predict(learner: Learner, x: Tree, task: str | None, variance: bool, own_adapt: bool) -> Any:
+    """The body of `Learner.predict`; `own_adapt` says that a user's class has its own `adapt`."""
+    network, adaptation = learner.network, learner.definition.adaptation
     if variance and not isinstance(adaptation, Adaptation):
         raise ValueError("variance=True needs a learner with adaptation=metaleader.BayesianHead()")
     x = inputs_of(learner, x, "predict")
-    prediction = learner.adapt(task=task)(x)
-    if not variance:
-        return prediction
-    assert isinstance(adaptation, Adaptation)
+    if own_adapt and not variance:
+        return run_model(learner.adapt(task=task), "predict", x, x=x)
     at = snapshot(learner, task)
-    return prediction, adaptation.variance(learner.network, at.params, at.data, x)
+    single = at.example is not None and _dims(x) == [dim - 1 for dim in _dims(at.example.x)]
+    x = tree_map(lambda leaf: leaf[None], x) if single else x
+    if adaptation is None or at.data is None:
+        params = at.params
+    else:
+        steps = adaptation.steps if isinstance(adaptation, GradientSteps) else 1
+        params = _adapted(learner, adaptation, at, at.params, range(steps))
+        check_finite(learner, params, task)
+    with repeatable(learner.device):
+        if network.has_batch_norm and at.data is not None:
+            call = network.predict_with_statistics_of
+            found = run_model(call, "predict", at.data.x, params, x, at.classes, x=x)
+        else:
+            found = run_model(network.predict, "predict", params, x, None, at.classes, x=x)
+        found = found[0] if single else found
+        if not variance:
+            return found
+        assert isinstance(adaptation, Adaptation)
+        spread = adaptation.variance(network, at.params, at.data, x)
+    return found, spread[0] if single else spread
 
 
-def predict_many(learner: Learner, xs: Mapping[str, Tree]) -> dict[str, Any]:
-    """The body of `Learner.predict_many`."""
-    return {name: learner.predict(x, task=name) for name, x in xs.items()}
+def run_model(call: Callable[..., Any], where: str, *arguments: Any, x: Tree) -> Any:
+    """Call the model on a user's inputs; an error says what they are."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ValueError(
+            f"{where}: the model fails on x with rows of {row_signature(x)}: {first}; pass x of the shape and dtype"
+            " that the model takes"
+        ) from error
 
 
 def check_finite(learner: Learner, params: Params, task: str | None) -> None:
     """Reject adapted parameters that are not finite."""
     if not all(bool(torch.isfinite(value).all()) for value in params.values()):
-        name = learner.task if task is None else task
-        raise ValueError(
-            f"the net adapted to task {name!r} is not finite: check the scale of its data, or lower inner_lr"
-        )
+        raise not_finite([str(learner.task if task is None else task)])
+
+
+def not_finite(names: Sequence[str]) -> ValueError:
+    """The error for nets whose parameters are not finite after adaptation."""
+    listed = ", ".join(repr(name) for name in names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return ValueError(f"the net adapted to task {listed} is not finite: check the scale of its data, or lower inner_lr")
+
+
+def _dims(tree: Tree) -> list[int]:
+    return [leaf.ndim for leaf in tree_leaves(tree)]
 
 
 def _adapted(

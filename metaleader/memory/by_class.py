@@ -182,6 +182,10 @@ class ClassBuffer:
         """Not available: data is stored by class. Always raises ValueError."""
         raise self._no_names(name)
 
+    def of_names(self, names: Sequence[str]) -> tuple[Batch, np.ndarray]:
+        """Not available: data is stored by class. Always raises ValueError."""
+        raise self._no_names(names[0])
+
     def sizes(self) -> dict[str, int]:
         """The number of datapoints of the open task; images of earlier tasks are stored by class."""
         return {self._name: len(self._round_rows)} if self._round_rows else {}

@@ -132,6 +132,16 @@ class TaskBuffer:
             return None
         raise self._unknown(name)
 
+    def of_names(self, names: Sequence[str]) -> tuple[Batch, np.ndarray]:
+        """All datapoints of some names, one name after the other, and the number of each; all names have data."""
+        entries = [self._entries.named(name) for name in names]
+        for name, found in zip(names, entries, strict=True):
+            if not found:
+                raise self._unknown(name)
+        index = np.concatenate([entry.rows() for found in entries for entry in found])
+        sizes = [sum(entry.count for entry in found) for found in entries]
+        return self.store.take(torch.from_numpy(index).to(self.device)), np.array(sizes, dtype=np.int64)
+
     def latest(self, num: int) -> Batch | None:
         """The last datapoints, task by task."""
         index: list[np.ndarray] = []

@@ -88,6 +88,10 @@ class Memory(Protocol):
         """All datapoints observed under a name."""
         ...
 
+    def of_names(self, names: Sequence[str]) -> tuple[Batch, np.ndarray]:
+        """All datapoints of some names, one name after the other, and the number of each."""
+        ...
+
     def sizes(self) -> dict[str, int]:
         """The number of datapoints by name."""
         ...

@@ -98,6 +98,7 @@ class Network:
         self._feature_copies: Copies | None = None
         self._outputs: int | None = None
         self._checked_rows: str | None = None
+        self._separates_rows: dict[str, bool] = {}
 
     def params(self) -> Params:
         """A copy of the module's parameters, by name."""
@@ -188,6 +189,30 @@ class Network:
     ) -> nn.Module:
         """A module with these parameters, ready for use; see `adapted_copy`."""
         return adapted_copy(self.module, params, self.preprocess, data, statistics, example, classes)
+
+    @torch.no_grad()
+    def separates_rows(self, params: Params, batch: Batch) -> bool:
+        """Whether the output and the loss of a datapoint do not depend on other rows; tried once per kind of rows."""
+        if self.has_batch_norm:
+            return False
+        kind = row_signature(batch)
+        if kind not in self._separates_rows:
+            index = torch.arange(3, device=_device(batch)) % num_rows(batch)
+            values = []
+            for changed in (batch, tree_map(_changed, batch)):
+                of_changed = rows(changed, index)
+                first = rows(batch, index[:1])
+                mixed = tree_map(lambda one, others: torch.cat([one, others[1:]]), first, of_changed)
+                prediction = self.predict(params, mixed.x)
+                loss = self.loss(prediction, mixed.y)
+                values.append((prediction, loss) if isinstance(loss, Tensor) and loss.shape == (3,) else None)
+            if None in values:
+                self._separates_rows[kind] = False
+            else:
+                (one, one_loss), (other, other_loss) = values
+                same = torch.allclose(one[0], other[0], 1e-4, 1e-6)
+                self._separates_rows[kind] = same and torch.allclose(one_loss[0], other_loss[0], 1e-4, 1e-6)
+        return self._separates_rows[kind]
 
     @torch.no_grad()
     def output_shape(self, params: Params, x: Tree) -> torch.Size | None:
@@ -286,6 +311,11 @@ class Network:
                 f" and differentiated twice: {_first_line(error)}. Layers must not draw random numbers of their"
                 " own (nn.Dropout is handled), change buffers, or branch on values; recurrent layers work as cells"
             ) from error
+
+
+def _changed(leaf: Tensor) -> Tensor:
+    """Other values of the same kind."""
+    return leaf * 0.5 + 0.1 if leaf.is_floating_point() else leaf.flip(0)
 
 
 def _safe_labels(y: Tree, loss: Loss) -> Tree:
