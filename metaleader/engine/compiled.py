@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import grad, grad_and_value, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.engine.determinism import tf32
 from metaleader.engine.objective import Objective, learned_rates, without_rates
+from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.meta import adjoint, inner_gradient, inner_step, scalar_loss, sum_over_chunks
 from metaleader.gradient.selection import Params, split, step_sizes
 from metaleader.system.machine import cache_folder
@@ -138,7 +138,7 @@ def check_curvature(objective: Objective, params: Params, support: Any, noise: T
         return torch.stack([(value.flatten() * torch.cos(_count(value))).mean() for value in gradient.values()]).sum()
 
     many = lambda function: vmap(function, in_dims=(None, 0) + (0,) * len(extra))  # noqa: E731
-    with sdpa_kernel(SDPBackend.MATH), tf32(False):
+    with plain_attention(), tf32(False):
         right = tree_map(lambda value: value.sum(0), many(grad(slope))(params, support, *extra))
         found = grad(lambda *inputs: many(slope)(*inputs).sum())(params, support, *extra)
     size = float(torch.stack([value.norm() for value in right.values()]).max())
@@ -185,6 +185,6 @@ def compiling() -> Iterator[None]:
     import torch._dynamo.config  # takes a second, which eager programs save
 
     limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024)
-    with limits, sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+    with limits, plain_attention(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.func import grad, grad_and_value, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.selection import LossFn, Params, StepSize, check_steps, split, step_sizes
 
 
@@ -72,7 +72,7 @@ def descend(
     moving = {name: value for name, value in params.items() if name in rates}
     fixed = {name: value for name, value in params.items() if name not in rates}
     # Fused attention has no second derivative; the plain implementation has one.
-    with sdpa_kernel(SDPBackend.MATH):
+    with plain_attention():
         for s in steps:
             moving = inner_step(loss_fn, moving, fixed, rates, batch, *(() if noise is None else (noise[s],)))
     return {name: moving[name] if name in moving else fixed[name] for name in params}
@@ -187,7 +187,7 @@ def mean_gradient(
         return tree_map(lambda value: value.sum(0), many_tasks(*batch))
 
     num_tasks = tree_leaves(query)[0].shape[0]
-    with sdpa_kernel(SDPBackend.MATH):
+    with plain_attention():
         totals = sum_over_chunks(sums, inner.chunk or num_tasks, support, query, noise)
     return tree_map(lambda total: total / num_tasks, totals)
 

@@ -14,9 +14,9 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.selection import Params
 from metaleader.losses import Loss, takes_labels
 from metaleader.models import TaskLogits
@@ -300,7 +300,7 @@ class Network:
 
         two_tasks = tree_map(lambda leaf: torch.stack([leaf, leaf]), (params, batch))
         try:
-            with sdpa_kernel(SDPBackend.MATH):
+            with plain_attention():
                 vmap(curvature)(*two_tasks, *noise)
             for name, buffer in self.module.named_buffers():
                 if buffer is not buffers[name][0] or buffer._version != buffers[name][1]:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, grad_and_value, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.engine.compiled import compile_whole, compiling
 from metaleader.engine.conv.layout import Plan
 from metaleader.engine.conv.trace import Chain
 from metaleader.engine.objective import LOG_LR, Objective, learned_rates, without_rates
+from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.meta import adjoint, sum_over_chunks
 from metaleader.gradient.selection import Params, moving_names
 from metaleader.tasks import Batch, ClassBatch
@@ -96,7 +96,7 @@ class ChainGradient:
             return self._collect(params, through(flat, head, self._rates(params, tasks), support, query), num_tasks)
 
         # Fused attention, in the head, has no second derivative; the plain implementation has one.
-        with compiling() if self._compiled else sdpa_kernel(SDPBackend.MATH):
+        with compiling() if self._compiled else plain_attention():
             return sum_over_chunks(share, chunk, support, query, noise, task_dim=1)
 
     def _chunk(self, num_tasks: int, images: int, on_gpu: bool) -> int:
@@ -216,7 +216,7 @@ class ChainGradient:
         silent = {name: params[name] for name in self.chain.silent}
         rates, patches = self._rates(params), self._prepare(data.x)
         result: dict[int, Params] = {}
-        with sdpa_kernel(SDPBackend.MATH):
+        with plain_attention():
             output = None if self._body_moves else self.passes.forward(flat, patches)[0]
             for s in range(max(steps) + 1):
                 if s in steps:
