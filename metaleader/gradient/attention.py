@@ -15,7 +15,7 @@ _users = 0
 _setting = ExitStack()
 
 
-def plain_attention() -> AbstractContextManager[None]:
+def plain_attention() -> AbstractContextManager[object]:
     """A context in which torch uses its plain implementation of attention: the fused ones have no second derivative.
 
     The choice is a global setting of torch. The first thread that enters makes it, and the last one that leaves
