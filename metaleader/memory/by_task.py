@@ -225,7 +225,8 @@ class TaskBuffer:
             state["by_name"] = {
                 "round": entries.round is not None,
                 "merged": torch.tensor([entry.merged for entry in kept], dtype=torch.bool),
-                "touched": torch.tensor([entry.touched for entry in kept], dtype=torch.int64),
+                # Ranks: a state of rounds alone, which has none, restores these too.
+                "touched": torch.tensor([entry.touched for entry in kept], dtype=torch.int64).argsort().argsort(),
                 "aside": [list(pair) for pair in entries.aside.items()],
                 "removed": entries.removed,
             }
