@@ -17,7 +17,7 @@ from metaleader.presets import PRESETS, First
 from metaleader.runs.folder import read_records, read_times
 from metaleader.streams import SinusoidStream
 from metaleader.system import machine
-from metaleader.system.files import load_tree
+from metaleader.system.trees import load_tree
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from metaleader import losses, models
 from metaleader.learners import FTML, TOE, Scratch
 from metaleader.presets import Preset, sinusoid
 from metaleader.streams import Labelled, NWayStream, SinusoidStream
-from metaleader.system.files import load_tree
+from metaleader.system.trees import load_tree
 
 
 def small_net():

@@ -21,7 +21,7 @@ from metaleader.memory.by_class import ClassBuffer
 from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.rows import Memory
 from metaleader.nets.functional import scale_uint8
-from metaleader.system.files import is_savable, load_tree, save_tree
+from metaleader.system.trees import is_savable, load_tree, save_tree
 
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
@@ -30,7 +30,7 @@ L = TypeVar("L", bound="Learner")
 
 _log = logging.getLogger("metaleader")
 
-_FILE, _FILE_VERSION = "metaleader-learner", 1
+_FILE, _FILE_VERSION = "metaleader-learner", 2
 # The functions among the settings: they are not saved and must be passed to `load` again.
 _CALLABLES = ("optimizer", "weights", "preprocess", "adaptation")
 # Attributes of the learner that share a name with a constructor argument

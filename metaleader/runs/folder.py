@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 from metaleader.runs.digest import committed, is_valid, newest
-from metaleader.system.files import load_tree, save_tree, write_atomic
+from metaleader.system.files import write_atomic
+from metaleader.system.trees import load_tree, save_tree
 
 _log = logging.getLogger("metaleader")
 

@@ -1,25 +1,33 @@
-"""Atomic file writes, and state trees as safetensors files, which run no code when they are loaded."""
+"""Atomic file writes, and folders that survive a power failure."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import fcntl
 import io
-import json
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor
+# Anything with the buffer protocol
+Content = bytes | memoryview
 
 
-def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
+def write_atomic(
+    path: str | os.PathLike[str], *content: Content, check: Callable[[Path], object] = lambda path: None
+) -> None:
     """Write a file atomically: after a kill at any moment the file has the old content or the new.
+
+    Partial files that killed processes left behind under the same name are removed.
+
+    Args:
+        path: the file.
+        content: the pieces of its new content.
+        check: called with the path of the new file, complete and synced, before it replaces the old one.
 
     Raises:
         OSError: if the folder cannot be written or the disk is full; the old file is unchanged.
@@ -29,13 +37,16 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     check_target(path)
     temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        _remove_stale(path)
+        handle, temporary = _locked_temporary(path)
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            for piece in content:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+            check(Path(temporary))
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
     except BaseException as error:
         if temporary is not None:
             with contextlib.suppress(OSError):
@@ -45,6 +56,43 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
         hint = "an existing file is unchanged; free some space, or choose another path"
         raise OSError(error.errno, f"cannot write {path} ({error.strerror}); {hint}") from error
     sync_folder(path.parent)
+
+
+def _locked_temporary(path: Path) -> tuple[int, str]:
+    """Create a temporary file beside a path; returns its handle and name. The lock shows that a process writes it."""
+    while True:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        try:
+            if _lock(handle) is not False and os.path.samestat(os.fstat(handle), os.stat(name)):
+                return handle, name
+        except FileNotFoundError:
+            pass  # another process removed it before it was locked
+        os.close(handle)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove temporary files of a path that no process is writing."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}\.part")
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        for name in [entry.name for entry in entries if pattern.fullmatch(entry.name)]:
+            with contextlib.suppress(OSError):
+                handle = os.open(path.parent / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    if stat.S_ISREG(os.fstat(handle).st_mode) and _lock(handle):
+                        os.unlink(path.parent / name)
+                finally:
+                    os.close(handle)
+
+
+def _lock(handle: int) -> bool | None:
+    """Lock a file; False if another process has locked it, None if its file system has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def write_drawn(path: str | os.PathLike[str], draw: Callable[[IO[bytes]], object]) -> None:
@@ -83,114 +131,6 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
         sync_folder(path.parent)
-
-
-def save_tree(path: str | os.PathLike[str], tree: dict[str, Any], kind: str, version: int) -> None:
-    """Save nested dicts, lists and tuples of tensors and plain values as one safetensors file.
-
-    Each tensor is stored under its path in the tree. The metadata holds the other values as JSON, and the name and
-    version of the format.
-    """
-    tensors: dict[str, Tensor] = {}
-    text = json.dumps(_take_tensors(tree, "", tensors))
-    metadata = {"format": kind, "version": str(version), "tree": text, "sha256": _digest(text, tensors)}
-    write_atomic(path, save(tensors, metadata=metadata))
-
-
-def is_savable(tree: Any) -> bool:
-    """Return whether `save_tree` can save a tree."""
-    try:
-        _take_tensors(tree, "", {})
-    except ValueError:
-        return False
-    return True
-
-
-def load_tree(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
-    """Load a tree that `save_tree` has written.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file is truncated, altered, of another format or of a newer version.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or not a safetensors file ({error}); use an intact copy") from error
-    if metadata.get("format") != kind:
-        raise ValueError(f"{path} is not a {kind} file: its format is {metadata.get('format')!r}")
-    try:
-        file_version = int(metadata["version"])
-        plain = json.loads(metadata["tree"])
-    except (KeyError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
-    if file_version > version:
-        raise ValueError(
-            f"{path} has version {file_version} of the {kind} format, this release reads up to {version}; upgrade"
-        )
-    if "sha256" in metadata and metadata["sha256"] != _digest(metadata["tree"], tensors):
-        raise ValueError(f"{path} is damaged: its checksum does not match; use an intact copy")
-    tree = _put_tensors(plain, tensors, path)
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path} has a damaged header (no dict at its root); use an intact copy")
-    return tree
-
-
-def _digest(text: str, tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of a tree's JSON text and its tensors."""
-    digest = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _take_tensors(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Move the tensors of a tree into `tensors`, and return the rest as values that JSON can represent."""
-    if isinstance(tree, Tensor):
-        # Copied, because safetensors refuses tensors that share memory or are not contiguous.
-        tensors[path] = tree.detach().cpu().contiguous().clone()
-        return {"tensor": path}
-    if isinstance(tree, dict):
-        if not all(isinstance(key, str) for key in tree):
-            raise ValueError(f"keys must be strings at {path!r}, got {list(tree)}")
-        return {
-            "dict": {key: _take_tensors(value, f"{path}/{key}".lstrip("/"), tensors) for key, value in tree.items()}
-        }
-    if isinstance(tree, list | tuple):
-        items = [_take_tensors(value, f"{path}/{i}".lstrip("/"), tensors) for i, value in enumerate(tree)]
-        return {"list" if isinstance(tree, list) else "tuple": items}
-    if tree is None or isinstance(tree, bool | int | float | str):
-        return {"value": tree}
-    raise ValueError(
-        f"cannot save {type(tree).__name__} at {path!r}: only tensors, numbers, strings, dicts, lists and tuples"
-    )
-
-
-def _put_tensors(plain: Any, tensors: dict[str, Tensor], path: Path) -> Any:
-    """Invert `_take_tensors`."""
-    try:
-        ((kind, content),) = plain.items()
-        if kind == "tensor":
-            return tensors[content]
-        if kind == "dict":
-            return {key: _put_tensors(value, tensors, path) for key, value in content.items()}
-        if kind in ("list", "tuple"):
-            items = [_put_tensors(value, tensors, path) for value in content]
-            return items if kind == "list" else tuple(items)
-        if kind == "value":
-            return content
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ValueError) and "damaged" in str(error):
-            raise
-        raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
-    raise ValueError(f"{path} has a damaged header (unknown node {kind!r}); use an intact copy")
 
 
 def _umask() -> int:

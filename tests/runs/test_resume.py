@@ -22,7 +22,7 @@ from metaleader.engine.engine import Engine
 from metaleader.experiment import Experiment, resume_experiment, run_experiment
 from metaleader.presets import PRESETS
 from metaleader.runs.folder import read_records, read_times
-from metaleader.system.files import load_tree
+from metaleader.system.trees import load_tree
 
 RUN = ("run", "sinusoid", "--schedule", "quick", "--tasks", "6", "--seeds", "1", "--methods", "toe,scratch", "--out")
 KILLS = 100

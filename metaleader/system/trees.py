@@ -1,0 +1,204 @@
+"""State trees as safetensors files, which run no code when they are loaded."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from metaleader.system.files import write_atomic
+
+# The version of the way in which a tree becomes a file. In the first, the digest covered the values only, was optional,
+# and all lists were in the header.
+_LAYOUT = "2"
+_METADATA = {"format", "version", "tree"}
+# The digest of a file is taken with zeros in its place.
+_DIGEST_KEY, _NO_DIGEST = b'"sha256":"', b"0" * 64
+_HEADER_LIMIT = 100_000_000  # of safetensors, in bytes
+# Lists of this many plain values or more become tensors.
+_LONG, _PLAIN = 100, (bool, int, float, str, type(None))
+
+
+def save_tree(path: str | os.PathLike[str], tree: dict[str, Any], kind: str, version: int) -> None:
+    """Save nested dicts, lists and tuples of tensors and plain values as one safetensors file.
+
+    Each tensor is stored under its path in the tree. The metadata holds the other values as JSON, the name and version
+    of the format, and the SHA-256 of the file. Equal trees give equal files. The file is read back before it replaces
+    an old one.
+
+    Raises:
+        ValueError: if the tree has other values, or too many tensors for one file.
+        OSError: if the file cannot be written; the old file is unchanged.
+    """
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_take_tensors(tree, "", tensors))
+    metadata = {"format": kind, "version": str(version), "layout": _LAYOUT, "tree": text, "sha256": _NO_DIGEST.decode()}
+    try:
+        content = save(tensors, metadata=metadata)
+    except SafetensorError as error:
+        raise ValueError(f"cannot save {path}: {error}; use fewer or shorter names") from error
+    length = int.from_bytes(content[:8], "little")
+    # safetensors writes the metadata in any order.
+    header = json.loads(content[8 : 8 + length])
+    places = sorted(header.items(), key=lambda item: item[1].get("data_offsets", [-1]))
+    header = {name: dict(sorted(place.items())) for name, place in places}
+    plain = json.dumps(header, separators=(",", ":")).encode()
+    plain += b" " * (-len(plain) % 8)
+    if len(plain) > _HEADER_LIMIT:
+        raise ValueError(
+            f"cannot save {path}: the names and plain values take {len(plain)} bytes, a safetensors file has room for"
+            f" {_HEADER_LIMIT}; use fewer or shorter names"
+        )
+    data = memoryview(content)[8 + length :]
+    start = len(plain).to_bytes(8, "little")
+    digest = hashlib.sha256(start + plain)
+    digest.update(data)
+    plain = plain.replace(_DIGEST_KEY + _NO_DIGEST, _DIGEST_KEY + digest.hexdigest().encode(), 1)
+    write_atomic(path, start + plain, data, check=_check_file)
+
+
+def _check_file(path: Path) -> None:
+    """Read a new file back; raises OSError if it is not complete."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            problem = _problem(path, file.metadata())
+    except SafetensorError as error:
+        problem = str(error)
+    if problem is not None:
+        raise OSError(errno.EIO, f"the file that was written cannot be read back: {problem}")
+
+
+def _problem(path: Path, metadata: dict[str, str]) -> str | None:
+    """Describe how a file of this layout differs from the one that was saved; None if it is intact."""
+    if metadata.keys() != _METADATA | {"layout", "sha256"}:
+        return f"its metadata has the keys {sorted(metadata)}"
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        start = file.read(8)
+        plain = file.read(int.from_bytes(start, "little"))
+        digest.update(start + plain.replace(_DIGEST_KEY + metadata["sha256"].encode(), _DIGEST_KEY + _NO_DIGEST, 1))
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return None if digest.hexdigest() == metadata["sha256"] else "its checksum does not match"
+
+
+def is_savable(tree: Any) -> bool:
+    """Return whether `save_tree` can save a tree."""
+    try:
+        _take_tensors(tree, "", {})
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def load_tree(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
+    """Load a tree that `save_tree` has written.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is truncated, altered, of another format or of a newer version.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}" if not path.exists() else f"{path} is not a file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or not a safetensors file ({error}); use an intact copy") from error
+    if metadata.get("format") != kind:
+        raise ValueError(f"{path} is not a {kind} file: its format is {metadata.get('format')!r}")
+    try:
+        file_version, layout = int(metadata["version"]), int(metadata.get("layout", 1))
+        plain = json.loads(metadata["tree"])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
+    if file_version > version or layout > int(_LAYOUT):
+        raise ValueError(
+            f"{path} has version {file_version} of the {kind} format, this release reads up to {version}; upgrade"
+        )
+    problem = _problem(path, metadata) if layout == int(_LAYOUT) else _problem_of_first_layout(metadata, tensors)
+    if problem is not None or file_version < 1:
+        raise ValueError(f"{path} is damaged: {problem or f'version {file_version}'}; use an intact copy")
+    tree = _put_tensors(plain, tensors, path)
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} has a damaged header (no dict at its root); use an intact copy")
+    return tree
+
+
+def _problem_of_first_layout(metadata: dict[str, str], tensors: dict[str, Tensor]) -> str | None:
+    """As `_problem`, for files of earlier releases, of which the first had no digest."""
+    if "layout" in metadata or metadata.keys() - {"sha256"} != _METADATA:
+        return f"its metadata has the keys {sorted(metadata)}"
+    digest = hashlib.sha256(metadata["tree"].encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return None if metadata.get("sha256", digest.hexdigest()) == digest.hexdigest() else "its checksum does not match"
+
+
+def _take_tensors(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Move the tensors of a tree into `tensors`, and return the rest as values that JSON can represent."""
+    if isinstance(tree, Tensor):
+        # Copied, because safetensors refuses tensors that share memory or are not contiguous.
+        return {"tensor": _store(tree.detach().cpu().contiguous().clone(), path, tensors)}
+    if isinstance(tree, list) and len(tree) >= _LONG and all(type(item) in _PLAIN for item in tree):
+        # The header has a limit of 100 MB.
+        text = np.frombuffer(json.dumps(tree).encode(), np.uint8)
+        return {"json": _store(torch.from_numpy(text.copy()), path, tensors)}
+    if isinstance(tree, dict):
+        if not all(isinstance(key, str) for key in tree):
+            raise ValueError(f"keys must be strings at {path!r}, got {list(tree)}")
+        return {
+            "dict": {key: _take_tensors(value, f"{path}/{key}".lstrip("/"), tensors) for key, value in tree.items()}
+        }
+    if isinstance(tree, list | tuple):
+        items = [_take_tensors(value, f"{path}/{i}".lstrip("/"), tensors) for i, value in enumerate(tree)]
+        return {"list" if isinstance(tree, list) else "tuple": items}
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return {"value": tree}
+    raise ValueError(
+        f"cannot save {type(tree).__name__} at {path!r}: only tensors, numbers, strings, dicts, lists and tuples"
+    )
+
+
+def _store(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    """Store a tensor under its path, or under a similar name if another path is spelt the same; returns the name."""
+    name = path
+    while name in tensors or name == "__metadata__":
+        name += "'"
+    tensors[name] = tensor
+    return name
+
+
+def _put_tensors(plain: Any, tensors: dict[str, Tensor], path: Path) -> Any:
+    """Invert `_take_tensors`."""
+    try:
+        ((kind, content),) = plain.items()
+        if kind == "tensor":
+            return tensors[content]
+        if kind == "dict":
+            return {key: _put_tensors(value, tensors, path) for key, value in content.items()}
+        if kind == "json":
+            return json.loads(tensors[content].numpy().tobytes())
+        if kind in ("list", "tuple"):
+            items = [_put_tensors(value, tensors, path) for value in content]
+            return items if kind == "list" else tuple(items)
+        if kind == "value":
+            return content
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, ValueError) and "damaged" in str(error):
+            raise
+        raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
+    raise ValueError(f"{path} has a damaged header (unknown node {kind!r}); use an intact copy")
