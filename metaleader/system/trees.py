@@ -24,7 +24,7 @@ _METADATA = {"format", "version", "tree"}
 # The digest of a file is taken with zeros in its place.
 _DIGEST_KEY, _NO_DIGEST = b'"sha256":"', b"0" * 64
 _HEADER_LIMIT = 100_000_000  # of safetensors, in bytes
-# Lists of this many plain values or more become tensors.
+# Lists and dicts of this many plain values or more become tensors.
 _LONG, _PLAIN = 100, (bool, int, float, str, type(None))
 
 
@@ -153,7 +153,7 @@ def _take_tensors(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(tree, Tensor):
         # Copied, because safetensors refuses tensors that share memory or are not contiguous.
         return {"tensor": _store(tree.detach().cpu().contiguous().clone(), path, tensors)}
-    if isinstance(tree, list) and len(tree) >= _LONG and all(type(item) in _PLAIN for item in tree):
+    if isinstance(tree, list | dict) and len(tree) >= _LONG and _is_plain(tree):
         # The header has a limit of 100 MB.
         text = np.frombuffer(json.dumps(tree).encode(), np.uint8)
         return {"json": _store(torch.from_numpy(text.copy()), path, tensors)}
@@ -171,6 +171,15 @@ def _take_tensors(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise ValueError(
         f"cannot save {type(tree).__name__} at {path!r}: only tensors, numbers, strings, dicts, lists and tuples"
     )
+
+
+def _is_plain(tree: Any) -> bool:
+    """Whether JSON gives the same lists, dicts and values back."""
+    if type(tree) is list:
+        return all(_is_plain(item) for item in tree)
+    if type(tree) is dict:
+        return all(type(key) is str and _is_plain(value) for key, value in tree.items())
+    return type(tree) in _PLAIN
 
 
 def _store(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:

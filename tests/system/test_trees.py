@@ -234,15 +234,27 @@ def test_equal_trees_give_equal_files(tmp_path: Path):
         [f"customer {i} ü \ud800" for i in range(100)],
         list(range(-(2**70), 2**70, 2**64)),
         [0.1, float("inf"), None, True, "", 1] * 20,
+        [[f"name {i}", [i, {"a": None}]] for i in range(100)],
+        {f"name {i}": i for i in range(100)},
         [1] * 99,
     ],
 )
-def test_long_lists_are_tensors(items: list[Any], tmp_path: Path):
+def test_long_lists_and_dicts_are_tensors(items: Any, tmp_path: Path):
     save_tree(tmp_path / "a", {"names": items, "again": [items, items]}, "test", 1)
     assert same(load_tree(tmp_path / "a", "test", 1), {"names": items, "again": [items, items]})
     with store.safe_open(tmp_path / "a", framework="pt") as file:
         assert len(list(file.keys())) == (3 if len(items) >= 100 else 0)
         assert len(file.metadata()["tree"]) < 10_000
+
+
+@pytest.mark.parametrize("item", [(1, 2), {1: 2}, object(), torch.float32])
+def test_long_lists_of_other_values(item: Any, tmp_path: Path):
+    if isinstance(item, tuple):
+        save_tree(tmp_path / "a", {"a": [item] * 100}, "test", 1)
+        assert same(load_tree(tmp_path / "a", "test", 1), {"a": [item] * 100})
+    else:
+        with pytest.raises(ValueError, match=r"cannot save|keys must be strings"):
+            save_tree(tmp_path / "a", {"a": [item] * 100}, "test", 1)
 
 
 def test_names_beyond_the_header_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
