@@ -7,20 +7,21 @@ fraction of the rows is held out. Row shapes and dtypes are the same for all tas
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 import re
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.streams.base import BaseStream
-from metaleader.tasks import Batch, Task, Tree, check_alike, check_batch, num_rows, rng, rows
+from metaleader.tasks import Batch, Task, Tree, check_alike, check_batch, num_rows, rng, row_signature, rows
 
 _FIELDS = ("x", "y", "test_x", "test_y")
 
@@ -94,13 +95,97 @@ class ArrayStream(BaseStream):
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"no such folder: {folder}")
-    paths = sorted(folder.glob("*.npz"), key=lambda path: _natural_key(path.stem))
+    paths = sorted(folder.glob("*.npz"), key=lambda path: natural_key(path.stem))
     if not paths:
         raise FileNotFoundError(f"{folder} has no npz files; save one per task with np.savez(file, x=..., y=...)")
     return paths
 
 
-def _natural_key(name: str) -> list[Any]:
+def from_dataset(
+    dataset: Any,
+    task: Callable[[int, Any, Any], Any],
+    *,
+    test: Any = None,
+    held_out: float = 0.2,
+    order: Literal["given", "random"] = "given",
+    seed: int = 0,
+) -> ArrayStream:
+    """Return a stream over a `torch.utils.data.Dataset` of pairs (x, y), whose items are read once, into memory.
+
+    Args:
+        dataset: a dataset with a length; the x of its items are tensors, arrays or numbers, or a dict or tuple of them.
+        task: called with the index, x and y of each item; returns the name of its task, or None to leave it out. Tasks
+            are in the order of their first items.
+        test: a dataset with the held-out items of all tasks.
+        held_out: the fraction of items to hold out if there is no `test`.
+        order: "given" or "random".
+        seed: of the order and of the held-out items.
+
+    >>> data = torch.utils.data.TensorDataset(torch.rand(12, 3), torch.arange(12) % 2)
+    >>> stream = from_dataset(data, lambda i, x, y: f"third {i // 4}")
+    >>> len(stream), stream[2].name, stream[2].train.x.shape
+    (3, 'third 2', torch.Size([3, 3]))
+    """
+    train = _items_by_task(dataset, task, "dataset")
+    if test is None:
+        return ArrayStream({name: {"x": x, "y": y} for name, (x, y) in train.items()}, held_out, order, seed)
+    tests = _items_by_task(test, task, "test")
+    unmatched = sorted(train.keys() ^ tests.keys())
+    if unmatched:
+        side = "dataset" if unmatched[0] in train else "test"
+        raise ValueError(f"task {unmatched[0]!r} has items only in {side}; dataset and test must have the same tasks")
+    source = {
+        name: {"x": x, "y": y, "test_x": tests[name][0], "test_y": tests[name][1]} for name, (x, y) in train.items()
+    }
+    return ArrayStream(source, held_out, order, seed)
+
+
+def _items_by_task(dataset: Any, task: Callable[[int, Any, Any], Any], argument: str) -> dict[str, Batch]:
+    try:
+        num = len(dataset)
+    except TypeError as error:
+        raise ValueError(f"{argument} is a {type(dataset).__name__} without a length; pass list({argument})") from error
+    items: dict[str, list[Batch]] = {}
+    for i in range(num):
+        item = dataset[i]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise ValueError(
+                f"{argument}[{i}] is a {type(item).__name__}, not a pair (x, y); wrap the dataset in one of pairs"
+            )
+        name = task(i, *item)
+        if name is not None:
+            where = f"{argument}[{i}]"
+            batch = Batch(
+                *(tree_map(_leaf_of(f"{where}: {part}"), value) for part, value in zip("xy", item, strict=True))
+            )
+            known = items.setdefault(str(name), [])
+            known.append(batch)
+            first = next(iter(items.values()))[0]
+            if _unstacked(batch) != _unstacked(first):
+                raise ValueError(f"{where} is {_unstacked(batch)}, earlier items are {_unstacked(first)}")
+    if not items:
+        raise ValueError(f"{argument} has no items that belong to a task")
+    return {name: tree_map(lambda *leaves: torch.stack(leaves), *batches) for name, batches in items.items()}
+
+
+def _leaf_of(where: str) -> Callable[[Any], torch.Tensor]:
+    def make(leaf: Any) -> torch.Tensor:
+        if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | numbers.Real):
+            raise ValueError(
+                f"{where} is a {type(leaf).__name__}; give the dataset a transform that returns tensors, such as"
+                " torchvision.transforms.PILToTensor() for images"
+            )
+        return torch.as_tensor(leaf)
+
+    return make
+
+
+def _unstacked(batch: Batch) -> str:
+    """Shapes and dtypes of an item, as text."""
+    return row_signature(tree_map(lambda leaf: leaf[None], batch))
+
+
+def natural_key(name: str) -> list[Any]:
     """Return a sort key that puts task_2 before task_10."""
     return [int(piece) if i % 2 else piece for i, piece in enumerate(re.split(r"(\d+)", name))]
 

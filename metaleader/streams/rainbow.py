@@ -55,7 +55,7 @@ class RainbowStream(BaseStream):
     used again. Test images are transformed held-out digits.
 
     Args:
-        digits: square grey images of even size, uint8 (N, H, H), and their labels.
+        digits: square grey images of even size, uint8 (N, H, H), bright on black, and their labels.
         tasks: the number of tasks; a smaller number selects the first tasks of the order.
         train: the number of training datapoints per task.
         test: the number of held-out datapoints per task.
@@ -75,13 +75,19 @@ class RainbowStream(BaseStream):
     ) -> None:
         for images, labels in (digits[:2], digits[2:]):
             if images.dtype != np.uint8 or images.ndim != 3 or images.shape[1] != images.shape[2]:
-                raise ValueError(f"digits must be uint8 (N, H, H), got {images.dtype} {images.shape}")
+                raise ValueError(
+                    f"images must be grey, square and uint8, (N, H, H), got {images.dtype} {images.shape}; pad them to"
+                    " squares, and multiply values in [0, 1] by 255"
+                )
             if images.shape[1] % 2 or images.shape[1:] != digits.x.shape[1:]:
                 raise ValueError(
-                    f"digits must all have the same even size, got {images.shape[1:]} and {digits.x.shape[1:]}"
+                    f"images must all have the same even size, got {images.shape[1:]} and {digits.x.shape[1:]}; pad"
+                    " odd sizes by a row and a column"
                 )
             if labels.shape != images.shape[:1]:
-                raise ValueError(f"digits: {len(labels)} labels for {len(images)} images")
+                raise ValueError(f"there are labels {labels.shape} for {len(images)} images; give one per image")
+            if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
+                raise ValueError(f"labels must be integers from 0, got {labels.dtype} from {labels.min(initial=0)}")
         for name, value, most in (
             ("tasks", tasks, len(LOOKS)),
             ("train", train, len(digits.x)),
@@ -118,6 +124,58 @@ class RainbowStream(BaseStream):
             _batch(self.digits.x[train], self.digits.labels[train], look),
             _batch(self.digits.test_x[test], self.digits.test_labels[test], look),
         )
+
+
+def rainbow(
+    images: Any,
+    labels: Any,
+    test_images: Any = None,
+    test_labels: Any = None,
+    *,
+    tasks: int = len(LOOKS),
+    train: int | None = None,
+    test: int | None = None,
+    held_out: float = 0.2,
+    order: str = "random",
+    seed: int = 0,
+) -> RainbowStream:
+    """Return a rainbow stream over any grey images, such as those of Fashion-MNIST.
+
+    Args:
+        images: square images of even size, bright on black, uint8 (N, H, H), an array or a tensor.
+        labels: integers from 0, (N,).
+        test_images: held-out images; if None, a fraction `held_out` of the images, the same for every seed.
+        test_labels: their labels.
+        tasks: the number of tasks, at most 56.
+        train: the number of training datapoints per task; if None, as many as allow disjoint training sets for 56
+            tasks, at most 900.
+        test: the number of held-out datapoints per task; if None, all, at most 500.
+        held_out: the fraction of images to hold out if there are no test images.
+        order: as in `RainbowStream`.
+        seed: `stream[t]` depends only on the seed and t.
+
+    >>> images, labels = np.full((280, 8, 8), 255, np.uint8), np.arange(280) % 3
+    >>> stream = rainbow(images, labels)
+    >>> len(stream), stream[0].train.x.shape, stream[0].test.x.shape
+    (56, torch.Size([4, 3, 8, 8]), torch.Size([56, 3, 8, 8]))
+    """
+    if (test_images is None) != (test_labels is None):
+        raise ValueError("give both test_images and test_labels, or neither")
+    images, labels = np.asarray(images), np.asarray(labels)
+    if test_images is None:
+        if not 0 < held_out < 1 or len(images) < 2:
+            raise ValueError(
+                f"held_out must lie between 0 and 1, of two or more images; got {held_out} of {len(images)}"
+            )
+        if len(labels) != len(images):
+            raise ValueError(f"there are {len(labels)} labels for {len(images)} images; give one per image")
+        size = min(max(1, round(held_out * len(images))), len(images) - 1)
+        tests, trains = np.split(rng("rainbow held out").permutation(len(images)), [size])
+        digits = Labelled(images[trains], labels[trains], images[tests], labels[tests])
+    else:
+        digits = Labelled(images, labels, np.asarray(test_images), np.asarray(test_labels))
+    train = min(900, max(1, len(digits.x) // len(LOOKS))) if train is None else train
+    return RainbowStream(digits, tasks, train, min(500, len(digits.test_x)) if test is None else test, order, seed)
 
 
 def rainbow_mnist(

@@ -5,9 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import metaleader as ml
-from metaleader.streams import ArrayStream
+from metaleader.checks import check_stream
+from metaleader.streams import ArrayStream, from_dataset
 
 
 def arrays(num=10, start=0):
@@ -161,3 +163,47 @@ def test_wrong_sources(tmp_path):
         ArrayStream({"a": arrays()}, order="sorted")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="seed"):
         ArrayStream({"a": arrays()}, seed=-1)
+
+
+def test_a_dataset_by_a_task_function():
+    x, y = torch.rand(12, 3), torch.arange(12) % 3
+    data = torch.utils.data.TensorDataset(x, y)
+    stream = from_dataset(data, lambda i, x, y: None if i == 5 else f"label {y}", held_out=0.25)
+    check_stream(stream)
+    assert [task.name for task in stream] == ["label 0", "label 1", "label 2"]
+    assert torch.equal(torch.cat([stream[1].train.x, stream[1].test.x]).sort(0).values, x[[1, 4, 7, 10]].sort(0).values)
+    assert len(stream[2].train.x) + len(stream[2].test.x) == 3
+    held_out = from_dataset(data, lambda i, x, y: f"label {y}", test=list(zip(x + 1, y, strict=True)), order="random")
+    assert {task.name: task.test.x.tolist() for task in held_out}["label 2"] == (x[y == 2] + 1).tolist()
+    trees = [({"a": np.zeros(2, np.float32), "b": 1.5}, np.int64(i)) for i in range(4)]
+    task = from_dataset(trees, lambda i, x, y: "all", held_out=0.5)[0]
+    assert task.train.x["a"].shape == (2, 2)
+    assert task.train.x["b"].dtype == torch.float32
+    assert task.train.y.dtype == torch.int64
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield 0, 0
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (Endless(), "dataset is a Endless without a length"),
+        ([(1.0, 2, 3)] * 4, r"dataset\[0\] is a tuple, not a pair"),
+        ([{"image": 1.0}] * 4, r"dataset\[0\] is a dict, not a pair"),
+        ([(Image.new("RGB", (2, 2)), 1)] * 4, r"dataset\[0\]: x is a Image; .*PILToTensor"),
+        (
+            [(np.zeros(2), 1)] * 3 + [(np.zeros(3), 1)],
+            r"dataset\[3\] is .*float64\[3\].*, earlier items are .*float64\[2\]",
+        ),
+        ([], "no items that belong to a task"),
+        ([(1.0, 1)], "has 1 rows"),
+    ],
+)
+def test_wrong_datasets(dataset, message):
+    with pytest.raises(ValueError, match=message):
+        from_dataset(dataset, lambda i, x, y: "all")
+    with pytest.raises(ValueError, match="'a' has items only in dataset"):
+        from_dataset([(1.0, 1), (2.0, 1)], lambda i, x, y: "ab"[int(y > 1)], test=[(1.0, 2)])

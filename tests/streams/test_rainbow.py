@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from metaleader.streams import Labelled, RainbowStream, make_stream, rainbow_digits, rainbow_mnist
+from metaleader.checks import check_stream
+from metaleader.streams import Labelled, RainbowStream, make_stream, rainbow, rainbow_digits, rainbow_mnist
 from metaleader.streams.datasets import registry as data
 from metaleader.streams.datasets.mnist import read_idx
 from metaleader.streams.rainbow import COLOURS, LOOKS, Look, bundled_digits, paint
@@ -240,17 +241,50 @@ def test_wrong_options(digits, options, message):
 
 
 @pytest.mark.parametrize(
-    "digits",
+    ("digits", "message"),
     [
-        Labelled(*grey(5, size=7), *grey(5, size=7)),
-        Labelled(*grey(5, size=8), *grey(5, size=6)),
-        Labelled(grey(5)[0].astype(np.float32), grey(5)[1], *grey(5)),
-        Labelled(grey(5)[0], grey(4)[1], *grey(5)),
+        (Labelled(*grey(5, size=7), *grey(5, size=7)), "the same even size"),
+        (Labelled(*grey(5, size=8), *grey(5, size=6)), "the same even size"),
+        (Labelled(grey(5)[0].astype(np.float32), grey(5)[1], *grey(5)), "uint8.*by 255"),
+        (Labelled(grey(5)[0], grey(4)[1], *grey(5)), "one per image"),
+        (Labelled(grey(5)[0], grey(5)[1].astype(float), *grey(5)), "labels must be integers"),
+        (Labelled(grey(5)[0], grey(5)[1].astype(int) - 9, *grey(5)), "labels must be integers from 0"),
     ],
 )
-def test_wrong_digits(digits):
-    with pytest.raises(ValueError, match="digits"):
+def test_wrong_images(digits, message):
+    with pytest.raises(ValueError, match=message):
         RainbowStream(digits, train=2, test=2)
+
+
+def test_rainbow_over_any_grey_images(digits):
+    given = rainbow(*digits, train=5, test=7, seed=3)
+    expected = RainbowStream(digits, train=5, test=7, seed=3)
+    assert [sha256(given[t]) for t in (0, 55)] == [sha256(expected[t]) for t in (0, 55)]
+    images, labels = torch.from_numpy(digits.x.copy()), torch.from_numpy(digits.labels.copy())
+    for seed in (0, 1):
+        stream = rainbow(images, labels, held_out=0.2, tasks=4, order="colour", seed=seed)
+        assert (stream.train, stream.test) == (4, 60)
+        assert len(stream.digits.x) == 240
+        both = np.concatenate([stream.digits.x, stream.digits.test_x])
+        assert sorted(image.tobytes() for image in both) == sorted(image.tobytes() for image in digits.x)
+        check_stream(stream)
+        if seed:
+            assert np.array_equal(stream.digits.test_x, rainbow(images, labels).digits.test_x)
+    with pytest.raises(ValueError, match="both test_images and test_labels"):
+        rainbow(images, labels, images)
+    with pytest.raises(ValueError, match="held_out"):
+        rainbow(images, labels, held_out=1.0)
+    with pytest.raises(ValueError, match="299 labels for 300 images"):
+        rainbow(images, labels[1:])
+
+
+def test_another_data_set_in_the_format_of_mnist(mnist, digits):
+    for file, values in zip(data.DATA_SETS["mnist"].files, digits, strict=True):
+        path = mnist / "mnist" / file.name
+        assert np.array_equal(read_idx(path), values)
+        path.write_bytes(idx(values[:-1]))
+    with pytest.raises(ValueError, match=r"For another data set .* metaleader\.streams\.rainbow"):
+        rainbow_mnist(mnist)
 
 
 @pytest.mark.data

@@ -22,7 +22,13 @@ def read_mnist(data: Folder = None) -> Labelled:
         FileNotFoundError: if files are missing; the message says how to get them.
         ValueError: if a file is damaged or not the published one.
     """
-    train_images, train_labels, test_images, test_labels = find("mnist", data)
+    try:
+        train_images, train_labels, test_images, test_labels = find("mnist", data)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. For another data set in this format, such as Fashion-MNIST, use metaleader.streams.rainbow with"
+            " metaleader.streams.read_idx"
+        ) from error
     digits = Labelled(
         read_idx(train_images, 3), read_idx(train_labels, 1), read_idx(test_images, 3), read_idx(test_labels, 1)
     )
@@ -37,15 +43,21 @@ def read_mnist(data: Folder = None) -> Labelled:
     return digits
 
 
-def read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """Read a gzipped idx file of unsigned bytes with the given number of dimensions.
+def read_idx(path: str | Path, dimensions: int | None = None) -> np.ndarray:
+    """Read a gzipped idx file of unsigned bytes, the format of MNIST.
+
+    Args:
+        path: the file.
+        dimensions: the number of dimensions that the file must have; None allows any.
 
     Raises:
         ValueError: if the file is truncated, too long, not gzip, or of another type or number of dimensions.
     """
     try:
         with gzip.open(path, "rb") as file:
-            header = file.read(4 + 4 * dimensions)
+            start = file.read(4)
+            dimensions = start[3] if dimensions is None and len(start) == 4 else dimensions or 0
+            header = start + file.read(4 * dimensions)
             magic = bytes([0, 0, _UNSIGNED_BYTES, dimensions])
             if header[:4] != magic:
                 raise ValueError(f"{path} is not an idx file of {dimensions} dimensions: it begins with {header[:4]!r}")
