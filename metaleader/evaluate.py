@@ -131,6 +131,12 @@ def play_together(
         raise ValueError("the stream has no tasks")
     if not 0 <= start <= len(streams[0]):
         raise ValueError(f"start must be a round of the stream's {len(streams[0])} tasks, got {start}")
+    for learner in learners:
+        if isinstance(learner, Learner) and _overrides(learner, "predict") and not _overrides(learner, "adapt"):
+            raise ValueError(
+                f"{type(learner).__name__} overrides predict, and measurements call the nets that adapt returns;"
+                " override adapt, which predict calls"
+            )
     metric = loss or unsmoothed(learners[0].loss)
     _check_threshold(gamma, takes_labels(metric))
     for t in range(start, len(streams[0])):
@@ -199,7 +205,7 @@ def measure_together(
     parts: Parts = NO_PARTS,
 ) -> list[dict[str, float]]:
     """Results of `measure` for learners of the same shape, as one batched program if none overrides `adapt`."""
-    batched = all(isinstance(learner, Learner) and type(learner).adapt is Learner.adapt for learner in learners)
+    batched = not any(_overrides(learner, "adapt") for learner in learners)
     predictions = predict_together(learners, [test.x for test in tests], steps) if batched else None
     if predictions is None:
         return [measure(learner, test, metric, steps, parts) for learner, test in zip(learners, tests, strict=True)]
@@ -282,13 +288,14 @@ def _update(learners: Sequence[Any]) -> None:
 
 
 def _are_batched(learners: Sequence[Any]) -> bool:
-    """Whether learners are updated as one program: not if there is one, nor if a class has its own updates."""
-    return len(learners) > 1 and all(
-        isinstance(learner, Learner)
-        and type(learner).update is Learner.update
-        and type(learner).observe is Learner.observe
-        and not vars(learner).keys() & {"update", "observe"}
-        for learner in learners
+    """Whether learners are updated as one program: not if there is one, nor if one has updates of its own."""
+    return len(learners) > 1 and not any(_overrides(learner, "update", "observe") for learner in learners)
+
+
+def _overrides(learner: Any, *names: str) -> bool:
+    """Whether an object has methods of its own in place of those of `Learner`."""
+    return not isinstance(learner, Learner) or any(
+        getattr(type(learner), name) is not getattr(Learner, name) or name in vars(learner) for name in names
     )
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from metaleader.engine.cuda_graph import Captured
 from metaleader.engine.determinism import repeatable
-from metaleader.engine.hook import HookGradient, OwnGradient, over_learners
+from metaleader.engine.hook import HookError, HookGradient, OwnGradient, StateReadError, over_learners
 from metaleader.engine.objective import Adaptation, GradientSteps, Objective, learned_rates
 from metaleader.engine.programs import Chains, Gradient, OuterStep, Updates, compiled_gradient
 from metaleader.gradient.meta import descend
@@ -80,14 +80,9 @@ class Engine:
             noise: dropout seeds, (learners, inner steps + 1, tasks), or None.
         """
         inputs = (flat, support, query, noise)
-        own, what = objective.own_gradient, objective
-        if isinstance(own, OwnGradient) and self.mode == "captured":
-            # A graph would repeat the values that attributes had when it was captured.
-            what = (objective, own.state())
-            if own.state() is None:
-                _log.warning("%s reads tensors of the learner: it runs compiled, not captured", own.__qualname__)
-                self.mode = "compiled"
-        return self._run(what, inputs, lambda: self._gradient_program(objective, *inputs))
+        own = objective.own_gradient
+        what = (objective, own.shared, own.values()) if isinstance(own, OwnGradient) else objective
+        return self._run(what, inputs, lambda: self._gradient_program(objective, *inputs), eager=_is_eager(objective))
 
     def runs_updates_together(self, objective: Objective) -> bool:
         """Whether `updates` applies: without inner steps, an update is so short that its calls dominate.
@@ -159,11 +154,17 @@ class Engine:
         return self._run((network, adaptation, steps), inputs, make, decides=False)
 
     def _run(
-        self, what: Any, inputs: tuple[Any, ...], make: Callable[[], Callable[..., Any]], decides: bool = True
+        self,
+        what: Any,
+        inputs: tuple[Any, ...],
+        make: Callable[[], Callable[..., Any]],
+        decides: bool = True,
+        eager: bool = False,
     ) -> Any:
         """Run the program for inputs of these shapes, built at the first call.
 
-        If compilation fails, this program runs eagerly, and with `decides` all later programs too.
+        With `eager`, the program is not captured. If compilation fails, this program runs eagerly, and with `decides`
+        all later programs too.
         """
         leaves = tensors_of(inputs)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -172,11 +173,13 @@ class Engine:
         # On the CPU the one setting that matters; see `repeatable`.
         with torch.autograd.set_multithreading_enabled(False) if on_cpu else repeatable(leaves[0].device):
             program, result = self._programs.pop(key, None), None
-            if program is None and self.mode == "eager":
+            if program is None and (eager or self.mode == "eager"):
                 program = make()
             elif program is None:
                 try:
                     program, result = self._started(make(), inputs)
+                except (StateReadError, HookError):
+                    raise
                 except Exception as error:
                     reason = " ".join(str(error).split())[:300] or type(error).__name__
                     _log.warning("the network does not compile, continuing eagerly: %s", reason)
@@ -201,7 +204,7 @@ class Engine:
         self, objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None
     ) -> Callable[..., tuple[Tensor, Tensor]]:
         batch = tree_map(lambda leaf: leaf[0], query)
-        compiled = self.mode != "eager"
+        compiled = self.mode != "eager" and not _is_eager(objective)
         if objective.task_gradient is not None:
             params = objective.layout.named(flat)
             return functools.partial(
@@ -213,6 +216,11 @@ class Engine:
         if program is None and compiled:
             program = compiled_gradient(objective, flat, support, noise)
         return functools.partial(_flat_gradient, objective, program or eager_gradient(objective))
+
+
+def _is_eager(objective: Objective) -> bool:
+    """Whether the gradient reads the state of its learner, which a compiled program would not see change."""
+    return isinstance(objective.own_gradient, OwnGradient) and not objective.own_gradient.shared
 
 
 def _flat_gradient(

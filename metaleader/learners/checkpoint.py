@@ -40,14 +40,13 @@ _NO_SETTINGS = ("model", "loss", "device", "engine", "round", "task")
 def memory_of_state(memory: Memory, state: Mapping[str, Any], device: torch.device, options: Options) -> Memory:
     """The memory of a learner with the state of a checkpoint; the memory that is passed in is not changed."""
     kinds: dict[str, type[TaskBuffer] | type[ClassBuffer]] = {"tasks": TaskBuffer, "classes": ClassBuffer}
-    kind = kinds[state["kind"]]
-    if isinstance(memory, kind):
+    if memory.kind == state["kind"]:
         restored = copy.copy(memory)
         restored.store = copy.copy(memory.store)
     elif options.max_tasks is not None:
         raise ValueError("a state of tasks with classes needs a learner without max_tasks")
     else:
-        restored = kind(device, options.weights)
+        restored = kinds[state["kind"]](device, options.weights)
     restored.load_state_dict(dict(state))
     return restored
 

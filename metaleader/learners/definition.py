@@ -33,18 +33,27 @@ class Definition(NamedTuple):
     updates_per_step: int = 1
 
 
-# Attributes that do not differ between learners side by side and do not change after construction
-_STATIC = frozenset({"options", "model", "loss", "device", "network", "engine", "definition", "rule"})
+def with_own_gradient(learner: Learner, definition: Definition, overridden: set[str]) -> Definition:
+    """A definition with the learner's `task_gradient` in its objective; rejects overrides that would not be used.
 
-
-def with_own_gradient(learner: Learner, definition: Definition, overridden: bool) -> Definition:
-    """A definition with the learner's `task_gradient` in its objective, if a user has overridden it."""
+    Args:
+        learner: has been built up to its definition.
+        definition: as returned by `define`.
+        overridden: the names of methods that its class overrides.
+    """
     objective, name = definition.objective, type(learner).__name__
-    if overridden:
+    if type(objective) is not Objective:
+        raise ValueError(f"{name}.define must return an Objective; override task_gradient for another gradient")
+    if "loss_fn" in overridden:
+        raise ValueError(
+            f"{name} overrides loss_fn, which gradients and adaptation do not call; pass another loss, or override"
+            " task_gradient and adapt"
+        )
+    if "task_gradient" in overridden:
         unused = [n for n in ("first_order", "every_step", "learn_lr") if getattr(learner.options, n, False)]
         if unused:
             raise ValueError(f"{name} has its own task_gradient, so {', '.join(unused)} would have no effect")
-        objective = dataclasses.replace(objective, own_gradient=OwnGradient(learner, _STATIC))
+        objective = dataclasses.replace(objective, own_gradient=OwnGradient(learner))
     if objective.task_gradient is not None and learner.network.has_dropout:
         raise ValueError(
             f"the gradient of {name} is not one of gradient steps and takes no dropout masks; remove"

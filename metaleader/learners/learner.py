@@ -31,6 +31,11 @@ from metaleader.nets.functional import Layout, Network, Statistics
 from metaleader.system.machine import known_device
 from metaleader.tasks import Batch, Tree, num_rows
 
+# Attributes that are read when a learner is built, so that a later change would have half an effect
+_FIXED = frozenset({"options", "model", "loss", "device", "network", "definition", "rule"})
+# Methods that are read when a learner is built
+_METHODS = ("define", "task_gradient", "loss_fn")
+
 
 class Learner(ABC):
     """The contract of all learners.
@@ -83,7 +88,7 @@ class Learner(ABC):
         self.network = Network(module, loss, self.options.preprocess, self.device)
         self.memory: Memory = TaskBuffer(self.device, self.options.weights, self.options.max_tasks)
         self.engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
-        overridden = type(self).task_gradient is not Learner.task_gradient
+        overridden = {name for name in _METHODS if getattr(type(self), name) is not getattr(Learner, name)}
         self.definition = with_own_gradient(self, self.define(), overridden)
         params = self.definition.objective.params()
         if len({value.dtype for value in params.values()}) > 1:
@@ -102,8 +107,11 @@ class Learner(ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         options = self.__dict__.get("options")
-        if options is not None and name in options.__dataclass_fields__ and getattr(options, name) != value:
+        is_option = options is not None and name in options.__dataclass_fields__ and getattr(options, name) != value
+        if is_option or (name in _FIXED and "rule" in self.__dict__):
             raise ValueError(f"{name} is set when a learner is built; build a new one, or load a state into it")
+        if name in _METHODS:
+            raise ValueError(f"{name} is a method of the class; override it in a subclass of {type(self).__name__}")
         super().__setattr__(name, value)
 
     @abstractmethod
@@ -128,7 +136,10 @@ class Learner(ABC):
         return self.definition.objective.one_task(params, support, query)
 
     def loss_fn(self, params: Params, batch: Any) -> Tensor:
-        """The mean loss over the datapoints of a batch of one task, as a pure function of the parameters."""
+        """The mean loss over the datapoints of a batch of one task, as a pure function of the parameters.
+
+        It is for use in `task_gradient`, and cannot be overridden.
+        """
         return self.network.loss_fn(params, batch)
 
     # The contract.
@@ -229,6 +240,8 @@ class Learner(ABC):
         Returns:
             The predictions, or with `variance` the pair of predictions and variances.
         """
+        if variance and type(self).adapt is not Learner.adapt:
+            raise ValueError(f"{type(self).__name__} overrides adapt, whose predictions have no known variance")
         return prediction.predict(self, x, task, variance, type(self).adapt is not Learner.adapt)
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from metaleader.learners.inputs import batch_of
 from metaleader.learners.optimizer import State
 from metaleader.learners.options import initial_module
 from metaleader.memory.by_class import ClassBuffer
+from metaleader.memory.by_task import TaskBuffer
 from metaleader.tasks import Tree, check_alike
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ def begin(learner: Learner, name: str, classes: Sequence[int] | None) -> None:
     options, layout = learner.options, learner.layout
     with learner.locks.changing, learner.locks.reading:
         memory, state = learner.memory, learner.state
-        if classes is not None and learner.task is None and not memory.sizes() and options.max_tasks is None:
+        is_fresh = type(memory) is TaskBuffer and learner.task is None and not memory.sizes()
+        if classes is not None and is_fresh and options.max_tasks is None:
             memory = ClassBuffer(learner.device, options.weights)
         if learner.definition.restarts:
             module = initial_module(learner.model, options.seed, learner.round + 1, fresh=True)

@@ -64,8 +64,14 @@ class Draw(NamedTuple):
 
 
 class Memory(Protocol):
-    """All data observed, as a learner sees it: `TaskBuffer`, or `ClassBuffer` for n-way tasks."""
+    """All data observed, as a learner sees it: `TaskBuffer`, or `ClassBuffer` for n-way tasks.
 
+    Attributes:
+        kind: names the form of `state_dict`.
+        store: the datapoints.
+    """
+
+    kind: str
     store: Rows
 
     def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import types
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +39,10 @@ def scale_uint8(x: Tree) -> Tree:
     tensor([0., 1.])
     """
     return tree_map(lambda leaf: leaf.to(torch.get_default_dtype()) / 255 if leaf.dtype == torch.uint8 else leaf, x)
+
+
+def _identity(x: Tree) -> Tree:
+    return x
 
 
 class Layout:
@@ -84,7 +91,7 @@ class Network:
         device: torch.device | None = None,
     ) -> None:
         self.loss = loss
-        self.preprocess = preprocess or (lambda x: x)
+        self.preprocess = preprocess or _identity
         self.module = functional_copy(module, device)
         layers = dict(self.module.named_modules())
         self._dropouts = [name for name, layer in layers.items() if isinstance(layer, SeededDropout)]
@@ -99,6 +106,23 @@ class Network:
         self._outputs: int | None = None
         self._checked_rows: str | None = None
         self._separates_rows: dict[str, bool] = {}
+
+    def is_like(self, other: Network) -> bool:
+        """Whether another network is the same function of its parameters: equal layers, buffers and loss."""
+        like = _LIKE.setdefault(self, weakref.WeakSet())
+        if other is self or other in like:
+            return True
+        same = (
+            type(self) is type(other)
+            and str(self.module) == str(other.module)
+            and _same_function(self.loss, other.loss)
+            and _same_function(self.preprocess, other.preprocess)
+        )
+        pairs = zip(self.module.named_buffers(), other.module.named_buffers(), strict=False)
+        same = same and all(one == two and torch.equal(value, buffer) for (one, value), (two, buffer) in pairs)
+        if same:
+            like.add(other)
+        return same
 
     def params(self) -> Params:
         """A copy of the module's parameters, by name."""
@@ -321,6 +345,23 @@ def _changed(leaf: Tensor) -> Tensor:
 def _safe_labels(y: Tree, loss: Loss) -> Tree:
     """Valid labels for a trial run, before their range is checked."""
     return torch.zeros_like(y) if takes_labels(loss) and isinstance(y, Tensor) and not y.is_floating_point() else y
+
+
+# The networks found to be like each network
+_LIKE: weakref.WeakKeyDictionary[Network, weakref.WeakSet[Network]] = weakref.WeakKeyDictionary()
+
+
+def _same_function(one: Any, other: Any) -> bool:
+    """Whether two functions are the same code with the same settings."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, functools.partial):
+        return _same_function(one.func, other.func) and (one.args, one.keywords) == (other.args, other.keywords)
+    if isinstance(one, types.FunctionType):
+        cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (one, other)]
+        settings = [(f.__code__, f.__defaults__, f.__kwdefaults__) for f in (one, other)]
+        return settings[0] == settings[1] and all(_same_function(*pair) for pair in zip(*cells, strict=True))
+    return isinstance(one, bool | int | float | str | tuple | types.MethodType) and one == other
 
 
 def _device(tree: Tree) -> torch.device:

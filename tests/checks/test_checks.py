@@ -152,7 +152,7 @@ class CountsQuestions(ml.FTML):
     """Draws other data after it was asked to adapt, without a trace in its state."""
 
     def adapt(self, *args: Any, **options: Any) -> Any:
-        self.options = dataclasses.replace(self.options, seed=self.options.seed + 1)
+        vars(self)["options"] = dataclasses.replace(self.options, seed=self.options.seed + 1)
         return super().adapt(*args, **options)
 
 
