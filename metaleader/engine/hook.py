@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.engine.compiled import compile_whole, compiling
 from metaleader.engine.objective import Objective
+from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.meta import sum_over_chunks
 from metaleader.gradient.selection import Params
 
@@ -148,7 +149,8 @@ class HookGradient:
         self._loops, self._compiled = False, None
         one_task = tree_map(lambda leaf: leaf[:, :1], (support, query))
         try:
-            self._batched(params, *one_task)
+            with plain_attention():
+                self._batched(params, *one_task)
         except (StateReadError, HookError):
             raise
         except Exception as error:
@@ -168,7 +170,8 @@ class HookGradient:
             if self._compiled is not None:
                 with compiling():
                     return self._compiled(params, support, query)
-            return (self._loop if self._loops else self._batched)(params, support, query)
+            with plain_attention():
+                return (self._loop if self._loops else self._batched)(params, support, query)
         except (StateReadError, HookError):
             raise
         except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
