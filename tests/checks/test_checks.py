@@ -187,7 +187,7 @@ class AdaptsOnThePast(ml.FTML):
 class AlwaysUpdates(ml.FTML):
     """Does not listen to update=False."""
 
-    def observe(self, x: Any, y: Any, *, ids: Any = None, update: bool = True) -> None:
+    def observe(self, x: Any, y: Any, *, task: Any = None, ids: Any = None, update: bool = True) -> None:
         super().observe(x, y, update=True)
 
 
@@ -201,7 +201,7 @@ class NeverUpdates(ml.FTML):
 class LearnsBeforeItLooks(ml.FTML):
     """Checks the data too late."""
 
-    def observe(self, x: Any, y: Any, *, ids: Any = None, update: bool = True) -> None:
+    def observe(self, x: Any, y: Any, *, task: Any = None, ids: Any = None, update: bool = True) -> None:
         self.round += 1
         super().observe(x, y, update=update)
 
@@ -209,7 +209,7 @@ class LearnsBeforeItLooks(ml.FTML):
 class RefusesNothing(ml.FTML):
     """Drops what it cannot use in silence."""
 
-    def observe(self, x: Any, y: Any, *, ids: Any = None, update: bool = True) -> None:
+    def observe(self, x: Any, y: Any, *, task: Any = None, ids: Any = None, update: bool = True) -> None:
         try:
             super().observe(x, y, update=update)
         except ValueError:
@@ -219,7 +219,7 @@ class RefusesNothing(ml.FTML):
 class FailsOtherwise(ml.FTML):
     """Refuses with an error that no user's code expects."""
 
-    def observe(self, x: Any, y: Any, *, ids: Any = None, update: bool = True) -> None:
+    def observe(self, x: Any, y: Any, *, task: Any = None, ids: Any = None, update: bool = True) -> None:
         try:
             super().observe(x, y, update=update)
         except ValueError as error:
@@ -299,7 +299,7 @@ def test_a_broken_learner_is_caught(learner: type[ml.FTML], check: Callable[...,
 class DropsIds(ml.FTML):
     """Keeps an image anew each time it is shown."""
 
-    def observe(self, x: Any, y: Any, *, ids: Any = None, update: bool = True) -> None:
+    def observe(self, x: Any, y: Any, *, task: Any = None, ids: Any = None, update: bool = True) -> None:
         super().observe(x, y, update=update)
 
 

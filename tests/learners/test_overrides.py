@@ -64,8 +64,8 @@ class Defined(ml.FTML):
 
 
 class Observing(ml.FTML):
-    def observe(self, x, y, *, ids=None, update=True):
-        super().observe(x, y + 1, ids=ids, update=update)
+    def observe(self, x, y, *, task=None, ids=None, update=True):
+        super().observe(x, y + 1, task=task, ids=ids, update=update)
 
 
 class Updating(ml.FTML):
