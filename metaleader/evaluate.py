@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from metaleader.engine.determinism import repeatable
 from metaleader.learners import Learner, predict_together, update_together
 from metaleader.losses import Loss, takes_labels, unsmoothed
-from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
+from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, stream_advice, to_device
 
 ADAPTATION_STEPS = 5
 
@@ -120,6 +120,9 @@ def play_together(
         raise ValueError(
             f"parts of the outputs cannot be named {sorted(reserved)}: records have other losses of that name"
         )
+    for stream in streams:
+        if advice := stream_advice(stream):
+            raise ValueError(f"a stream is a sequence of tasks, got {advice}")
     if any(not hasattr(stream, "__len__") for stream in streams):
         raise ValueError("a stream must have a length and be indexed by round: pass a list of tasks, not an iterator")
     if len({len(stream) for stream in streams}) != 1 or len(streams) != len(learners):
@@ -132,11 +135,7 @@ def play_together(
     if not 0 <= start <= len(streams[0]):
         raise ValueError(f"start must be a round of the stream's {len(streams[0])} tasks, got {start}")
     for learner in learners:
-        if isinstance(learner, Learner) and _overrides(learner, "predict") and not _overrides(learner, "adapt"):
-            raise ValueError(
-                f"{type(learner).__name__} overrides predict, and measurements call the nets that adapt returns;"
-                " override adapt, which predict calls"
-            )
+        _check_learner(learner, ["begin", "observe", "adapt", *(["update"] if regret else [])], loss)
     metric = loss or unsmoothed(learners[0].loss)
     _check_threshold(gamma, takes_labels(metric))
     for t in range(start, len(streams[0])):
@@ -314,6 +313,19 @@ def _meets(values: dict[str, float], gamma: float | None) -> bool:
 def _check_threshold(gamma: float | None, of_accuracy: bool) -> None:
     if gamma is not None and gamma > 1 and of_accuracy:
         raise ValueError(f"gamma is an accuracy here, at most 1; got {gamma}")
+
+
+def _check_learner(learner: Any, methods: Sequence[str], loss: Loss | None) -> None:
+    absent = [name for name in methods if not callable(getattr(learner, name, None))]
+    if absent:
+        raise ValueError(f"a {type(learner).__name__} cannot be played: it has no {' and no '.join(absent)}")
+    if loss is None and not callable(getattr(learner, "loss", None)):
+        raise ValueError(f"a {type(learner).__name__} has no loss; pass the loss to report, play(..., loss=...)")
+    if isinstance(learner, Learner) and _overrides(learner, "predict") and not _overrides(learner, "adapt"):
+        raise ValueError(
+            f"{type(learner).__name__} overrides predict, and measurements call the nets that adapt returns;"
+            " override adapt, which predict calls"
+        )
 
 
 def _check_tasks(tasks: Sequence[Any], t: int) -> None:

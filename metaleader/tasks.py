@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset
 
 # A tensor, or a dict, list or tuple of tensors, all with the same number of rows.
 Tree = Any
@@ -178,10 +179,12 @@ def as_tensors(tree: Tree, where: str) -> Tree:
 
 def _tensor_maker(where: str) -> Callable[[Any], Tensor]:
     def make(leaf: Any) -> Tensor:
+        if isinstance(leaf, Dataset | DataLoader):  # torch would convert some of them as sequences
+            raise ValueError(f"{where} is not numeric: got {stream_advice(leaf)}")
         try:
             tensor = leaf.detach() if isinstance(leaf, Tensor) else torch.as_tensor(as_array(leaf))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{where} is not numeric: got {type(leaf).__name__}; pass tensors or arrays") from error
+            raise ValueError(f"{where} is not numeric: got {_described(leaf)}") from error
         if tensor.ndim == 0:
             raise ValueError(
                 f"{where} holds a single value; pass a tensor or array whose first dimension is the datapoints (a list"
@@ -199,3 +202,22 @@ def _tensor_maker(where: str) -> Callable[[Any], Tensor]:
         return tensor
 
     return make
+
+
+def stream_advice(value: Any) -> str:
+    """How to make a stream from a data frame or a dataset; empty for anything else."""
+    kind = f"a {type(value).__name__}"
+    if isinstance(value, Dataset | DataLoader):
+        return f"{kind} of torch; make a stream with metaleader.streams.from_dataset(dataset, task=...)"
+    if hasattr(value, "columns") and hasattr(value, "to_numpy"):
+        return f"{kind}; make a stream with metaleader.streams.from_frame(frame, group=..., target=...)"
+    return ""
+
+
+def _described(leaf: Any) -> str:
+    """An object that holds no numbers, and the remedy."""
+    if hasattr(leaf, "columns") and hasattr(leaf, "to_numpy"):
+        wrong = [str(name) for name in leaf.columns if np.asarray(leaf[name].to_numpy()).dtype.kind not in "iuf"]
+        return f"a {type(leaf).__name__} whose columns {', '.join(wrong)} are not numbers; convert or drop them"
+    dtype = f" of dtype {leaf.dtype}" if isinstance(leaf, np.ndarray) else ""
+    return f"{type(leaf).__name__}{dtype}; pass tensors or arrays"

@@ -4,6 +4,8 @@ import functools
 from typing import Any
 
 import oracles
+import pandas as pd
+import polars as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 import metaleader as ml
 from metaleader.checks.calls import garbage
 from metaleader.checks.trees import differences, snapshot
+from metaleader.evaluate import play_together
 from metaleader.tasks import Batch, rng, rows
 
 SMALL: Any = {"meta_steps": 1, "tasks_per_step": 2, "query": 2, "seed": 3}
@@ -349,3 +352,56 @@ def test_scratch_is_trained_in_the_regret_protocol() -> None:
     assert [record.loss for record in regret] == [record.loss for record in online]
     assert {record.protocol for record in regret} == {"regret"}
     assert players[1].step == players[0].step == 2 * len(regret) > 0
+
+
+def test_other_objects_play_side_by_side() -> None:
+    """Two objects that are no `Learner` are told what one alone is told, and get the records of one alone."""
+    streams = [[line("a", 3), line("b", 2)], [line("c", 3), line("d", 2)]]
+    for regret in (False, True):
+        alone = [Spy(), Spy()]
+        expected = [list(ml.play(spy, stream, 2, regret=regret)) for spy, stream in zip(alone, streams, strict=True)]
+        together = [Spy(), Spy()]
+        records = list(play_together(together, streams, 2, regret=regret))
+        assert [list(column) for column in zip(*records, strict=True)] == expected
+        for one, other in zip(alone, together, strict=True):
+            assert one.told == other.told
+
+
+def test_a_learner_beside_another_object() -> None:
+    learner, alone = ftml(), ftml()
+    mixed = list(play_together([learner, Spy()], [STREAM, STREAM], 4))
+    assert [record for record, _ in mixed] == list(ml.play(alone, STREAM, 4))
+    assert not differences(learner.state_dict(), alone.state_dict())
+
+
+class Silent:
+    begin = observe = adapt = staticmethod(lambda *args, **kwargs: None)
+
+
+@pytest.mark.parametrize(
+    ("learner", "options", "message"),
+    [
+        (Silent(), {}, r"a Silent has no loss; .*loss="),
+        (Silent(), {"loss": ml.losses.squared_error, "regret": True}, "a Silent cannot be played: it has no update"),
+        (Constant(1.0), {}, "a Constant cannot be played: it has no begin and no observe and no adapt"),
+    ],
+)
+def test_objects_that_cannot_be_played(learner: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(ml.play(learner, STREAM, **options))
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (pd.DataFrame({"x": [1.0], "y": [2.0]}), "got a DataFrame; make a stream with .*from_frame"),
+        (pl.DataFrame({"x": [1.0], "y": [2.0]}), "got a DataFrame; make a stream with .*from_frame"),
+        (
+            torch.utils.data.TensorDataset(torch.ones(2)),
+            "got a TensorDataset of torch; make a stream with .*from_dataset",
+        ),
+    ],
+)
+def test_frames_and_datasets_are_no_streams(stream: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(ml.play(ftml(), stream))

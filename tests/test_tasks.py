@@ -2,6 +2,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import polars as pl
 import pytest
 import torch
 from hypothesis import given
@@ -118,3 +120,24 @@ def test_rng_depends_on_purpose_and_key_alone():
         rng("draw", -1)
     with pytest.raises(TypeError, match="integer"):
         rng("draw", 0.9)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (
+            pd.DataFrame({"a": [1.0], "b": ["u"], "c": [True]}),
+            "a DataFrame whose columns b, c are not numbers; convert",
+        ),
+        (pl.DataFrame({"a": [1.0], "b": ["u"]}), "a DataFrame whose columns b are not numbers"),
+        (pd.DataFrame({"a": [1.0, float("nan")]}), "x holds 1 NaN"),
+        (pl.DataFrame({"a": [1.0, None]}), "x holds 1 NaN"),
+        (pd.Series(["u"]), "got Series"),
+        (np.array(["u"]), "got ndarray of dtype <U1"),
+        (torch.utils.data.TensorDataset(torch.ones(2)), "a TensorDataset of torch; make a stream with .*from_dataset"),
+        (torch.utils.data.DataLoader([1, 2]), "a DataLoader of torch; make a stream"),  # pyright: ignore
+    ],
+)
+def test_frames_and_datasets_that_are_no_numbers(x: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_batch(Batch(x, torch.ones(1)), "here")
