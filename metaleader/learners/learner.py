@@ -26,6 +26,7 @@ from metaleader.learners.options import Model, Options, initial_module
 from metaleader.learners.update import update_together
 from metaleader.losses import Loss
 from metaleader.memory.by_task import TaskBuffer
+from metaleader.memory.fields import integer, mapping, text_or_none
 from metaleader.memory.rows import Memory
 from metaleader.nets.functional import Layout, Network, Statistics
 from metaleader.system.machine import known_device
@@ -334,9 +335,9 @@ class Learner(ABC):
         """
         with self.locks.changing, self.locks.reading:
             try:
-                restored = state_from_tree(state, self.layout, self.state, self.rule.elementwise)
-                memory = memory_of_state(self.memory, state["buffer"], self.device, self.options)
-                round_and_task = state["round"], state["task"]
+                restored = state_from_tree(state, self.layout, self.state, self.rule)
+                memory = memory_of_state(self.memory, mapping(state, "buffer"), self.device, self.options)
+                round_and_task = integer(state, "round", low=-1), text_or_none(state, "task")
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"not a learner's state_dict: {error!r}") from error
             self.memory, self.state, (self.round, self.task) = memory, restored, round_and_task

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from metaleader.gradient.selection import Params
+from metaleader.memory.fields import integer, mapping
 from metaleader.nets.functional import Layout
 
 # One step size, or (from update, step size) pairs
@@ -84,25 +85,38 @@ def state_tree(state: State, layout: Layout, elementwise: bool) -> dict[str, Any
     }
 
 
-def state_from_tree(tree: Mapping[str, Any], layout: Layout, like: State, elementwise: bool) -> State:
+def state_from_tree(tree: Mapping[str, Any], layout: Layout, like: State, rule: Rule) -> State:
     """The state of a checkpoint, on the device of another state.
 
     Raises:
         ValueError: for the state of another model or optimiser.
     """
-    _check_params(tree["params"], layout.named(like.flat))
+    _check_params(mapping(tree, "params"), layout.named(like.flat))
     params = {name: value.to(like.flat.device) for name, value in tree["params"].items()}
-    saved, groups = copy.deepcopy(tree["optimizer"]["state"]), copy.deepcopy(tree["optimizer"]["groups"])
-    shapes = {v.shape for slots in saved.values() for v in slots.values() if isinstance(v, Tensor) and v.ndim > 0}
-    fits = len(saved) <= 1 and shapes <= {like.flat.shape} if elementwise else True
-    if tree["optimizer"].get("flat", elementwise) != elementwise or not fits:
+    optimizer, elementwise = mapping(tree, "optimizer"), rule.elementwise
+    saved, groups = copy.deepcopy(dict(mapping(optimizer, "state"))), copy.deepcopy(optimizer["groups"])
+    fits = optimizer.get("flat", elementwise) is elementwise and all(isinstance(s, dict) for s in saved.values())
+    if elementwise and fits and saved:
+        fits = saved.keys() == {"0"} and _are_slots(saved["0"], rule, like.flat)
+    if not fits or type(groups) is not list:
         raise ValueError("the state belongs to another optimiser, or to an earlier version; start a new learner")
     if elementwise:
         # The library's optimisers are fused, and keep their step counters on the device too.
         slots = {name: value.to(like.flat.device) for name, value in saved.get("0", {}).items()}
     else:
         slots = {"state": saved, "groups": groups} if groups else {}
-    return State(layout.flat(params), slots, tree["step"], tree["schedule_start"])
+    step = integer(tree, "step")
+    return State(layout.flat(params), slots, step, integer(tree, "schedule_start", high=step))
+
+
+def _are_slots(slots: Mapping[str, Any], rule: Rule, flat: Tensor) -> bool:
+    """Whether these are the slots of one of the library's optimisers for these parameters."""
+    expected = {"adam": {"step", "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}[str(rule.optimizer)]
+    return slots.keys() == expected and all(
+        isinstance(value, Tensor)
+        and (value.shape, value.dtype) == (((), torch.float32) if name == "step" else (flat.shape, flat.dtype))
+        for name, value in slots.items()
+    )
 
 
 def _checked_schedule(meta_lr: Schedule) -> tuple[tuple[int, float], ...]:
@@ -118,6 +132,8 @@ def _checked_schedule(meta_lr: Schedule) -> tuple[tuple[int, float], ...]:
 
 
 def _check_params(saved: Mapping[str, Tensor], expected: Params) -> None:
+    if not all(isinstance(value, Tensor) for value in saved.values()):
+        raise ValueError("the state is damaged: its params must be tensors")
     differences = [
         f"{name}: saved {tuple(saved[name].shape)}, here {tuple(value.shape)}"
         for name, value in expected.items()

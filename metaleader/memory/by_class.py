@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metaleader.memory.fields import integer, integers, text_or_none
 from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_weights, distinct, split
 from metaleader.tasks import Batch, rng, rows
 
-_UNNAMED = -1
+_UNNAMED, _LARGEST = -1, 2**63 - 1
 
 
 class ClassBuffer:
@@ -238,18 +239,28 @@ class ClassBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; if it was saved without data, the buffer must already hold the same images."""
-        classes, ids = state["classes"].tolist(), state["ids"].tolist()
+        ways = integers(state, "ways", low=-_LARGEST, high=_LARGEST)
+        classes, ids = integers(state, "classes", low=-_LARGEST, high=_LARGEST), integers(state, "ids", low=_UNNAMED)
+        length = integer(state, "length")
+        round_rows = integers(state, "round_rows", high=length - 1)
+        round_labels = integers(state, "round_labels", high=len(ways) - 1)
+        if not len(classes) == len(ids) == length or len(round_rows) != len(round_labels):
+            raise ValueError(
+                f"the state is damaged: it lists {len(classes)} classes and {len(ids)} ids of {length} images"
+            )
+        if len(set(ways)) < len(ways) or (len(ways) < 2 and (ways or classes)):
+            raise ValueError(f"the state is damaged: its ways must be two or more different classes, not {ways}")
         if "data" not in state and (classes, ids) != (self._classes, self._ids):
             raise ValueError(
                 f"the state was saved without its data of {len(classes)} images, and the {len(self._classes)} images in"
                 " the buffer differ; observe the same data (update=False) before loading"
             )
         self.store.load_state_dict(state)
-        self.ways, self._classes, self._ids = tuple(state["ways"]), classes, ids
-        self._name = state.get("name", "")
+        self.ways, self._classes, self._ids = tuple(ways), classes, ids
+        self._name = text_or_none({"name": ""} | dict(state), "name") or ""
         self._row_of = {name: row for row, name in enumerate(ids) if name != _UNNAMED}
-        self._round_rows, self._round_labels = state["round_rows"].tolist(), state["round_labels"].tolist()
-        self._round_start, self._current = state["round_start"], None
+        self._round_rows, self._round_labels = round_rows, round_labels
+        self._round_start, self._current = integer(state, "round_start", high=length), None
 
     def _draw_current(self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int) -> Draw | None:
         if not self._round_rows:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from metaleader.memory.entries import Entries, starts_of
 from metaleader.memory.entry import Entry
+from metaleader.memory.fields import flags, integer, integers, mapping, text_or_none, texts
 from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_weights, choose, distinct, split
 from metaleader.tasks import Batch, num_rows, rng
 
@@ -234,13 +235,21 @@ class TaskBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; if it has no data, the stored data must be that of the state."""
-        names, starts, length = list(state["names"]), list(state["starts"]), state["length"]
+        names, starts, length = texts(state, "names"), integers(state, "starts"), integer(state, "length")
         counts = np.diff(np.array([*starts, length], dtype=np.int64)).tolist()
         # A state lists them only if tasks were dropped or come in another order.
-        numbers, seen = list(state.get("numbers", range(len(names)))), state.get("seen", len(names))
-        more: Mapping[str, Any] = state.get("by_name", {})
-        merged = more["merged"].tolist() if more else [False] * len(names)
-        touched = more["touched"].tolist() if more else list(range(len(names)))
+        seen = integer(state, "seen") if "seen" in state else len(names)
+        numbers = integers(state, "numbers", high=seen - 1) if "numbers" in state else list(range(len(names)))
+        more = mapping(state, "by_name") if "by_name" in state else {}
+        merged = flags(more, "merged") if more else [False] * len(names)
+        touched = integers(more, "touched") if more else list(range(len(names)))
+        is_open, aside = text_or_none(state, "open"), more.get("aside", [])
+        if more and type(more["round"]) is not bool:
+            raise ValueError(f"the state is damaged: its round must be true or false, not {more['round']!r}")
+        if any(type(pair) is not list or list(map(type, pair)) != [str, str] for pair in aside):
+            raise ValueError("the state is damaged: its aside must be pairs of strings")
+        if len(set(numbers)) < len(numbers) or seen < len(names):
+            raise ValueError(f"the state is damaged: {len(names)} tasks are not numbered apart among {seen} seen")
         fields = (names, starts, numbers, merged, touched, counts)
         if len({len(values) for values in fields}) > 1 or any(c < 1 for c in counts) or starts[:1] not in ([], [0]):
             raise ValueError(f"the state lists {len(names)} tasks whose rows do not fit its {length} datapoints")
@@ -254,9 +263,10 @@ class TaskBuffer:
             kept = [present[n].copy(name, is_merged) for n, name, is_merged in zip(numbers, names, merged, strict=True)]
         for entry, last in zip(kept, touched, strict=True):
             entry.touched = last
-        has_round = bool(kept) and (more["round"] if more else state["open"] is None)
-        entries = Entries(kept, has_round, dict(more.get("aside", ())))
-        entries.seen, entries.open, entries.removed = seen, state["open"], more.get("removed", 0)
+        has_round = bool(kept) and (more["round"] if more else is_open is None)
+        entries = Entries(kept, has_round, dict(aside))
+        entries.seen, entries.open = seen, is_open
+        entries.removed = integer(more, "removed", high=seen) if more else 0
         entries.holes = store.length - length
         self.store, self._entries, self._base = store, entries, store.length
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from metaleader.tasks import Batch, check_alike, num_rows, rows, shapes
+from metaleader.memory.fields import integer, mapping
+from metaleader.tasks import Batch, check_alike, check_batch, num_rows, rows, shapes
 
 # nu^t: the weights of tasks 0 .. t-1, given t
 Weights = Callable[[int], np.ndarray]
@@ -206,13 +207,15 @@ class Rows:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; if it has no data, the same number of rows must be present."""
+        integer(state, "length")
         if "data" in state:
-            data = None if state["data"] is None else Batch(state["data"]["x"], state["data"]["y"])
-            if (0 if data is None else num_rows(data)) != state["length"]:
+            data = None if state["data"] is None else mapping(state, "data")
+            batch = None if data is None else check_batch(Batch(data["x"], data["y"]), "the data of the state")
+            if (0 if batch is None else num_rows(batch)) != state["length"]:
                 raise ValueError(
-                    f"the state has no data of {state['length']} datapoints; its shapes are {shapes(data)}"
+                    f"the state has no data of {state['length']} datapoints; its shapes are {shapes(batch)}"
                 )
-            self.data = None if data is None else tree_map(lambda leaf: leaf.to(self.device, copy=True), data)
+            self.data = None if batch is None else tree_map(lambda leaf: leaf.to(self.device, copy=True), batch)
         elif state["length"] != self.length:
             raise ValueError(
                 f"the state was saved without its data of {state['length']} datapoints, but {self.length} are present;"
