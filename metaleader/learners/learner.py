@@ -54,6 +54,7 @@ class Learner(ABC):
         network: the model and the loss as pure functions.
         memory: the data observed.
         state: parameters and optimiser state.
+        skipped: the number of draws left out after updates that failed.
         round: t, from 0; -1 before the first `begin`.
         task: the name of the current task, or None.
         locks: for threads: `locks.changing` is held by calls that change the learner.
@@ -96,7 +97,7 @@ class Learner(ABC):
             raise ValueError(f"parameters must be of one dtype, got {sorted({str(v.dtype) for v in params.values()})}")
         self.rule = Rule.of(self.options.optimizer, self.options.meta_lr, self.options.clip)
         self.state = State(self.layout.flat(params), {})
-        self.round = -1
+        self.round, self.skipped = -1, 0
         self.task: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -189,11 +190,20 @@ class Learner(ABC):
         with self.locks.changing, self.locks.reading:
             self.memory.forget(str(name))
 
+    def readmit(self, name: str) -> None:
+        """Draw a task again that was set aside; see `set_aside`."""
+        with self.locks.changing, self.locks.reading:
+            self.memory.readmit(str(name))
+
     def update(self, steps: int | None = None) -> None:
         """Run `meta_steps` updates, or the given number, on the data observed.
 
+        If a loss, a gradient or a parameter becomes not finite because of one task among others, that task is set
+        aside, with a warning, and the updates are made without it. The open round is never set aside.
+
         Raises:
-            ValueError: if a loss or gradient is not finite; the learner is then as before the call.
+            ValueError: if the updates fail otherwise. The learner is then as before the call, but if it is not the
+                fault of the open round, the next call draws other datapoints (`skipped`).
         """
         with self.locks.changing:
             update_together([self], steps)
@@ -298,6 +308,15 @@ class Learner(ABC):
             return self.memory.sizes()
 
     @property
+    def set_aside(self) -> dict[str, str]:
+        """The tasks that updates no longer draw because their data made an update fail, with the reason.
+
+        Their data is kept. `observe(task=)` adds to it, `readmit` draws it again, `forget` deletes it.
+        """
+        with self.locks.reading:
+            return self.memory.aside
+
+    @property
     def num_datapoints(self) -> int:
         """The size of D_t."""
         data = self._current()
@@ -325,6 +344,7 @@ class Learner(ABC):
         """
         with self.locks.changing:
             tree = state_tree(self.state, self.layout, self.rule.elementwise)
+            tree |= {"skipped": self.skipped} if self.skipped else {}
             return {"round": self.round, "task": self.task} | tree | {"buffer": self.memory.state_dict(data)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -337,10 +357,11 @@ class Learner(ABC):
             try:
                 restored = state_from_tree(state, self.layout, self.state, self.rule)
                 memory = memory_of_state(self.memory, mapping(state, "buffer"), self.device, self.options)
-                round_and_task = integer(state, "round", low=-1), text_or_none(state, "task")
+                skipped = integer(state, "skipped", low=0) if "skipped" in state else 0
+                counters = integer(state, "round", low=-1), text_or_none(state, "task"), skipped
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"not a learner's state_dict: {error!r}") from error
-            self.memory, self.state, (self.round, self.task) = memory, restored, round_and_task
+            self.memory, self.state, (self.round, self.task, self.skipped) = memory, restored, counters
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the learner with its data and settings to one safetensors file, atomically."""

@@ -8,7 +8,7 @@ that returns a scalar), and for an `Adaptation`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -75,8 +75,7 @@ def _predict_many(learner: Learner, xs: Mapping[str, Tree]) -> dict[str, Tensor]
         for size, group in _groups(sizes, many.pads, _numel(data.x)):
             for members in _chunks(group, max(many.num_params, size * _numel(data.x)), learner.device.type):
                 batch = many.padded(starts[members], sizes[members], size)
-                adapted = many.adapted(batch, sizes[members])
-                many.check_finite(adapted, [names[i] for i in members])
+                adapted = many.adapted(batch, sizes[members], [names[i] for i in members])
                 for x_size, some in _groups(x_sizes[members], many.pads_x, _numel(x)):
                     at = _index(x_starts[members[some]], x_sizes[members[some]], x_size).to(learner.device)
                     found = many.predictions(adapted, torch.from_numpy(some), batch, rows(x, at))
@@ -111,14 +110,19 @@ class _Many:
         dtype = self.learner.state.flat.dtype
         return _Weighted(batch.x, batch.y, torch.from_numpy(weights).to(self.learner.device, dtype))
 
-    def adapted(self, batch: _Weighted, sizes: np.ndarray) -> Params | None:
+    def adapted(self, batch: _Weighted, sizes: np.ndarray, names: list[str]) -> Params | None:
         """The parameters adapted to each task, (tasks, ...); None for a learner that is used unadapted."""
         network, adaptation, params = self.network, self.adaptation, self.params
         if adaptation is None:
             return None
         if isinstance(adaptation, Adaptation):
-            moved = vmap(lambda data: adaptation(network, params, data))(Batch(batch.x, batch.y))
-            return {n: moved[n] if n in moved else v.expand(len(sizes), *v.shape) for n, v in params.items()}
+            adapt = vmap(lambda data: adaptation(network, params, data))
+            try:
+                moved = adapt(Batch(batch.x, batch.y))
+            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+                raise not_finite([name for i, name in enumerate(names) if not _works(adapt, batch, i)]) from None
+            moved = {n: moved[n] if n in moved else v.expand(len(sizes), *v.shape) for n, v in params.items()}
+            return _check_finite(moved, names)
         loss_fn = functools.partial(_weighted_loss, network) if self.pads else network.loss_fn
         steps, rates = range(adaptation.steps), adaptation.rates(params)
         seeds = [dropout_seeds(self.learner, [self.round, int(size)], len(steps)) for size in sizes]
@@ -127,7 +131,7 @@ class _Many:
         def one_task(data: _Weighted, *noise: Tensor) -> Params:
             return descend(loss_fn, params, rates, data if self.pads else Batch(data.x, data.y), steps, *noise)
 
-        return vmap(one_task)(batch, *noise)
+        return _check_finite(vmap(one_task)(batch, *noise), names)
 
     def predictions(self, adapted: Params | None, some: Tensor, batch: _Weighted, x: Tree) -> Tensor:
         """Predictions of some of the tasks for their rows of x, (tasks, rows, ...)."""
@@ -139,15 +143,22 @@ class _Many:
             return run_model(call, "predict_many", rows(batch.x, some), params, x, x=rows(x, 0))
         return run_model(vmap(self.network.predict, in_dims=(dim, 0)), "predict_many", params, x, x=rows(x, 0))
 
-    def check_finite(self, adapted: Params | None, names: list[str]) -> None:
-        """Reject adapted parameters that are not finite."""
-        if adapted is None:
-            return
-        finite = torch.stack([torch.isfinite(value).reshape(len(value), -1).all(1) for value in adapted.values()]).all(
-            0
-        )
-        if not bool(finite.all()):
-            raise not_finite([name for name, good in zip(names, finite.tolist(), strict=True) if not good])
+
+def _check_finite(adapted: Params, names: list[str]) -> Params:
+    """Reject adapted parameters that are not finite."""
+    finite = torch.stack([torch.isfinite(value).reshape(len(value), -1).all(1) for value in adapted.values()]).all(0)
+    if not bool(finite.all()):
+        raise not_finite([name for name, good in zip(names, finite.tolist(), strict=True) if not good])
+    return adapted
+
+
+def _works(adapt: Callable[[Batch], Params], batch: _Weighted, i: int) -> bool:
+    """Whether the adaptation to one of the tasks can be computed."""
+    try:
+        adapt(rows(Batch(batch.x, batch.y), slice(i, i + 1)))
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        return False
+    return True
 
 
 def _weighted_loss(network: Network, params: Params, batch: _Weighted, noise: Tensor | None = None) -> Tensor:

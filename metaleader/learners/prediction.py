@@ -26,6 +26,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
         params: of the learner, by name.
+        task: the name of the task.
         data: of the task; None before its first datapoint.
         example: datapoints of any task.
         classes: of the open round, if the network chooses its outputs by them.
@@ -33,6 +34,7 @@ class Snapshot(NamedTuple):
     """
 
     params: Params
+    task: str
     data: Batch | None
     example: Batch | None
     classes: Tensor | None
@@ -48,7 +50,8 @@ def snapshot(learner: Learner, task: str | None) -> Snapshot:
         data = memory.named(str(task)) if task is not None else memory.current() if learner.task is not None else None
         data = tree_map(torch.clone, data) if data is not None else None
         params = learner.layout.named(learner.state.flat)
-        return Snapshot(params, data, memory.store.data, learner.chosen_classes(), max(learner.round, 0))
+        name = str(learner.task if task is None else task)
+        return Snapshot(params, name, data, memory.store.data, learner.chosen_classes(), max(learner.round, 0))
 
 
 def adapt(
@@ -66,7 +69,7 @@ def adapt(
     for count in sorted(set(counts)):
         if adaptation is not None and at.data is not None and count > done:
             params, done = _adapted(learner, adaptation, at, params, range(done, count)), count
-            check_finite(learner, params, task)
+            check_finite(params, at.task)
         nets[count] = learner.network.adapted(params, at.data, statistics, example=at.example, classes=at.classes)
     return [nets[count] for count in counts] if isinstance(steps, Sequence) else nets[counts[0]]
 
@@ -87,7 +90,7 @@ def predict(learner: Learner, x: Tree, task: str | None, variance: bool, own_ada
     else:
         steps = adaptation.steps if isinstance(adaptation, GradientSteps) else 1
         params = _adapted(learner, adaptation, at, at.params, range(steps))
-        check_finite(learner, params, task)
+        check_finite(params, at.task)
     with repeatable(learner.device):
         if network.has_batch_norm and at.data is not None:
             call = network.predict_with_statistics_of
@@ -114,10 +117,10 @@ def run_model(call: Callable[..., Any], where: str, *arguments: Any, x: Tree) ->
         ) from error
 
 
-def check_finite(learner: Learner, params: Params, task: str | None) -> None:
+def check_finite(params: Params, task: str) -> None:
     """Reject adapted parameters that are not finite."""
     if not all(bool(torch.isfinite(value).all()) for value in params.values()):
-        raise not_finite([str(learner.task if task is None else task)])
+        raise not_finite([task])
 
 
 def not_finite(names: Sequence[str]) -> ValueError:
@@ -141,7 +144,12 @@ def _adapted(
         if isinstance(adaptation, GradientSteps):
             noise = dropout_seeds(learner, [at.round, num_rows(data.y)], steps.stop)
             return adaptation.run(learner.network.loss_fn, params, data, steps, noise)
-        return params | adaptation(learner.network, params, data) if steps.start == 0 else params
+        if steps.start > 0:
+            return params
+        try:
+            return params | adaptation(learner.network, params, data)
+        except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
+            raise not_finite([at.task]) from error
 
 
 def dropout_seeds(learner: Learner, key: Sequence[int], steps: int) -> Tensor | None:

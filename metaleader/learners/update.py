@@ -6,7 +6,7 @@ returns new states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from metaleader.engine.hook import OwnGradient, StateReadError
 from metaleader.engine.objective import GradientSteps
 from metaleader.learners.outer import Outer
+from metaleader.learners.outliers import Failure, examine, names_text, quarantine
 from metaleader.memory.rows import Draw
 from metaleader.tasks import ClassBatch, Tree, rng
 
@@ -55,24 +56,18 @@ def _update_side_by_side(learners: Sequence[Learner], steps: int | None) -> None
     numbers = range(before[0].step, before[0].step + num_updates)
     if len(learners) > 1:
         _check_alike(learners)
-    draws = [_draw(learner, numbers) if numbers else None for learner in learners]
-    if any(draw is None for draw in draws):
-        return
-    outer = Outer(lead.rule, lead.definition.objective.layout, before)
-    watched = _run_updates(learners, outer, numbers, [draw for draw in draws if draw is not None])
-    # The one point where the host waits for the device.
-    finite = torch.isfinite(watched).all(1).cpu()
-    if not bool(finite.all()):
-        first, r = (int(value) for value in (~finite).nonzero()[0])
-        learner = learners[r]
-        adaptation = learner.definition.adaptation
-        inner = f" or inner_lr ({adaptation.lr or 'learned'})" if isinstance(adaptation, GradientSteps) else ""
-        raise ValueError(
-            f"the loss or its gradient is not finite at update {first + 1} of {len(numbers)}, round {learner.round}"
-            f" (task {learner.task!r}, {learner.num_datapoints} datapoints): lower meta_lr"
-            f" ({outer.lrs(numbers)[first]}){inner}, set clip, or check the scale of the data; the learner is as before"
-            " the call"
-        )
+    aside: list[dict[str, str]] = [{} for _ in learners]
+    while True:
+        pairs = zip(learners, aside, strict=True)
+        draws = [_draw(learner, numbers, names) if numbers else None for learner, names in pairs]
+        if any(draw is None for draw in draws):
+            return
+        outer = Outer(lead.rule, lead.definition.objective.layout, before)
+        failed = _first_failure(learners, outer, numbers, [draw for draw in draws if draw is not None])
+        if failed is None:
+            break
+        update, r, error = failed
+        aside[r] |= _culprits(learners[r], draws[r], numbers, update, aside[r], outer, error)
     try:
         for learner, state in zip(learners, outer.states(numbers.stop), strict=True):
             learner.state = state
@@ -80,6 +75,60 @@ def _update_side_by_side(learners: Sequence[Learner], steps: int | None) -> None
         for learner, state in zip(learners, before, strict=True):
             learner.state = state
         raise
+    for learner, reasons in zip(learners, aside, strict=True):
+        quarantine(learner, reasons)
+
+
+def _culprits(
+    learner: Learner,
+    draw: Draw | None,
+    numbers: range,
+    update: int,
+    aside: Mapping[str, str],
+    outer: Outer,
+    error: ValueError | None,
+) -> dict[str, str]:
+    """The tasks to leave out after a failed update, with reasons; raises an error if they cannot be singled out."""
+    assert draw is not None
+    draw = draw.at(slice(0, update + 1))
+    failure = examine(learner, _shifted(learner, numbers[: update + 1]), draw, _gather(learner, draw), aside)
+    num = len(learner.memory.sizes()) - len(learner.set_aside)
+    if failure.culprits and 2 * len(failure.culprits.keys() | aside.keys()) <= num:
+        return failure.culprits
+    if None not in failure.bad and num > 1 and (error is None or len(failure.bad) < len(failure.drawn)):
+        learner.skipped += len(numbers)
+    raise error or _not_finite(learner, failure, update, len(numbers), outer.lrs(numbers)[update])
+
+
+def _first_failure(
+    learners: Sequence[Learner], outer: Outer, numbers: range, draws: Sequence[Draw]
+) -> tuple[int, int, ValueError | None] | None:
+    """Run the updates; the first one that fails and its learner, and the error that it raised, if any."""
+    try:
+        watched = _run_updates(learners, outer, numbers, draws)
+    except ValueError as error:  # of a solver, for one
+        if len(learners) > 1:
+            raise
+        return len(numbers) - 1, 0, error
+    finite = torch.isfinite(watched).all(1)
+    # The last parameters too. This is the one point where the host waits for the device.
+    finite = torch.cat([finite[:-1], (finite[-1] & torch.isfinite(outer.flat).all(1))[None]]).cpu()
+    if bool(finite.all()):
+        return None
+    update, r = (int(value) for value in (~finite).nonzero()[0])
+    return update, r, None
+
+
+def _not_finite(learner: Learner, failure: Failure, update: int, num_updates: int, lr: float) -> ValueError:
+    adaptation = learner.definition.adaptation
+    inner = f" or inner_lr ({adaptation.lr or 'learned'})" if isinstance(adaptation, GradientSteps) else ""
+    drawn = names_text(failure.drawn, learner.task)
+    bad = f"; not finite alone: {names_text(failure.bad, learner.task)}" if failure.bad else ""
+    return ValueError(
+        f"the loss, its gradient or a parameter is not finite at update {update + 1} of {num_updates}, round"
+        f" {learner.round} (task {learner.task!r}, {learner.num_datapoints} datapoints; drawn: {drawn}{bad}): lower"
+        f" meta_lr ({lr}){inner}, set clip, or check the scale of the data; the learner is as before the call"
+    )
 
 
 def _are_shareable(learners: Sequence[Learner]) -> bool:
@@ -175,11 +224,16 @@ def _check_alike(learners: Sequence[Learner]) -> None:
         raise ValueError("learners side by side must have the same optimizer, meta_lr and clip")
 
 
-def _draw(learner: Learner, numbers: Sequence[int]) -> Draw | None:
+def _draw(learner: Learner, numbers: Sequence[int], without: Collection[str] = ()) -> Draw | None:
     """Draw the meta-batches of the updates with these numbers; None if there is nothing to draw from."""
     options, definition = learner.options, learner.definition
     sizes = options.tasks_per_step, definition.support, options.query
-    return learner.memory.draw(options.seed, numbers, *sizes, definition.which)
+    return learner.memory.draw(options.seed, _shifted(learner, numbers), *sizes, definition.which, without)
+
+
+def _shifted(learner: Learner, numbers: Sequence[int]) -> list[int]:
+    """The numbers of the draws of updates: draws that failed are skipped."""
+    return [number + learner.skipped for number in numbers]
 
 
 def _gather(learner: Learner, draw: Draw) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ and repeated as in `TaskBuffer`. There are no draws before n classes have been s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -134,7 +134,14 @@ class ClassBuffer:
         return self._pools(self.store.length)[2]
 
     def draw(
-        self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int, which: Which = "all"
+        self,
+        seed: int,
+        steps: Sequence[int],
+        tasks: int,
+        support: int,
+        query: int,
+        which: Which = "all",
+        without: Collection[str] = (),
     ) -> Draw | None:
         """Draw meta-batches for some steps; the draw of a step depends only on (seed, step) and the buffer.
 
@@ -146,6 +153,7 @@ class ClassBuffer:
             query: query datapoints per task, also a multiple of the number of classes.
             which: "all" draws from all images, "past" from those observed before this round, "current" from D_t with
                 its labels; then classes are not balanced.
+            without: not available: tasks are drawn by class.
 
         Returns:
             Row numbers, labels and classes on the buffer's device, or None if there is too little data.
@@ -192,6 +200,25 @@ class ClassBuffer:
         return {self._name: len(self._round_rows)} if self._round_rows else {}
 
     def forget(self, name: str) -> None:
+        """Not available: data is stored by class. Always raises ValueError."""
+        raise self._no_names(name)
+
+    def names_drawn(
+        self, seed: int, steps: Sequence[int], tasks: int, width: int, which: Which, without: Collection[str]
+    ) -> list[str | None]:
+        """No names: the tasks drawn are of random classes."""
+        return []
+
+    @property
+    def aside(self) -> dict[str, str]:
+        """No task: data is stored by class."""
+        return {}
+
+    def set_aside(self, name: str, reason: str) -> None:
+        """Not available: data is stored by class. Always raises ValueError."""
+        raise self._no_names(name)
+
+    def readmit(self, name: str) -> None:
         """Not available: data is stored by class. Always raises ValueError."""
         raise self._no_names(name)
 

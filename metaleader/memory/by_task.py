@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -154,7 +154,14 @@ class TaskBuffer:
         return self.store.take(torch.from_numpy(np.concatenate(index)).to(self.device)) if index else None
 
     def draw(
-        self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int, which: Which = "all"
+        self,
+        seed: int,
+        steps: Sequence[int],
+        tasks: int,
+        support: int,
+        query: int,
+        which: Which = "all",
+        without: Collection[str] = (),
     ) -> Draw | None:
         """Draw meta-batches for some steps; a step's draw depends on (seed, step) and the buffer alone.
 
@@ -165,23 +172,17 @@ class TaskBuffer:
             support: datapoints in a task's support set; may be 0.
             query: datapoints in a task's query set.
             which: all tasks, those other than the open round, or the open round only.
+            without: names to leave out, as if they were set aside.
 
         Returns:
             Row numbers on the buffer's device, or None if there is nothing to draw from.
         """
-        entries = self._entries
-        drawn = [] if which == "current" else entries.drawn
-        last = [] if which == "past" or entries.round is None else [entries.round]
-        num = len(drawn) + len(last)
-        if num == 0:
-            return None
         width = support + query
         uniforms = np.stack([rng("draw", seed, step).random((tasks, 1 + 2 * width)) for step in steps])
         uniforms = uniforms.reshape(-1, 1 + 2 * width)
-        weights = None if self.weights is None or which == "current" else self._weights([*drawn, *last], which)
-        # Only the chosen tasks are read, so that the cost does not grow with the number of tasks.
-        numbers = choose(uniforms[:, 0], num, weights).tolist()
-        chosen = [drawn[i] if i < len(drawn) else last[0] for i in numbers]
+        chosen = self._choose(uniforms[:, 0], which, without)
+        if not chosen:
+            return None
         counts = np.array([entry.count for entry in chosen], dtype=np.int64)
         index = split(distinct(uniforms[:, 1:], counts, width), counts, support, query)
         picked = np.array([entry.start for entry in chosen], dtype=np.int64)[:, None] + index
@@ -190,6 +191,47 @@ class TaskBuffer:
                 picked[i] = entry.at(index[i])
         rows = torch.from_numpy(picked.reshape(len(steps), tasks, width))
         return Draw(rows[..., :support], rows[..., support:]).to(self.device)
+
+    def names_drawn(
+        self, seed: int, steps: Sequence[int], tasks: int, width: int, which: Which, without: Collection[str]
+    ) -> list[str | None]:
+        """The names of the tasks that `draw` draws, step by step, for support and query of this width.
+
+        None stands for the open round.
+        """
+        uniforms = np.stack([rng("draw", seed, step).random((tasks, 1 + 2 * width))[:, 0] for step in steps])
+        chosen = self._choose(uniforms.reshape(-1), which, without)
+        return [None if entry is self._entries.round else entry.name for entry in chosen]
+
+    def _choose(self, uniform: np.ndarray, which: Which, without: Collection[str]) -> list[Entry]:
+        """Choose entries by weight, from uniform numbers; none if there is none."""
+        drawn = [] if which == "current" else self._entries.drawn
+        if without:
+            drawn = [entry for entry in drawn if entry.name not in without]
+        last = [] if which == "past" or self._entries.round is None else [self._entries.round]
+        num = len(drawn) + len(last)
+        if num == 0:
+            return []
+        weights = None if self.weights is None or which == "current" else self._weights([*drawn, *last], which)
+        # Only the chosen tasks are read, so that the cost does not grow with the number of tasks.
+        return [drawn[i] if i < len(drawn) else last[0] for i in choose(uniform, num, weights).tolist()]
+
+    @property
+    def aside(self) -> dict[str, str]:
+        """The names that are not drawn, with the reason; see `set_aside`."""
+        return dict(self._entries.aside)
+
+    def set_aside(self, name: str, reason: str) -> None:
+        """Keep the data of a name, and draw it no more; an open round of that name is drawn until it closes."""
+        if name not in self._entries.by_name:
+            raise self._unknown(name)
+        self._entries.set_aside(name, reason)
+
+    def readmit(self, name: str) -> None:
+        """Draw a name again that was set aside."""
+        if name not in self._entries.aside:
+            raise ValueError(f"task {reprlib.repr(name)} is not set aside; {len(self._entries.aside)} tasks are")
+        self._entries.readmit(name)
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""

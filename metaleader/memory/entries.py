@@ -143,6 +143,27 @@ class Entries:
             self.drop(entry)
             self.removed += 1
 
+    def set_aside(self, name: str, reason: str) -> None:
+        """Draw the closed entries of a name no more."""
+        drawn = [entry for entry in self.closed(name) if self._is_drawn(entry)]
+        self._undo.append(lambda: self.aside.pop(name, None))
+        for entry in drawn:
+            self._leave(entry)
+        self.aside[name] = reason
+        for entry in drawn:
+            self._enter(entry)
+
+    def readmit(self, name: str) -> None:
+        """Draw the entries of a name again."""
+        reason = self.aside[name]
+        closed = self.closed(name)
+        self._undo.append(lambda: self.aside.update({name: reason}))
+        for entry in closed:
+            self._leave(entry)
+        del self.aside[name]
+        for entry in closed:
+            self._enter(entry)
+
     def _add(self, entry: Entry, first: int, num: int) -> None:
         count, touched = entry.count, entry.touched
         self._undo.append(lambda: (setattr(entry, "count", count), setattr(entry, "touched", touched)))

@@ -11,7 +11,7 @@ both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -117,9 +117,35 @@ class Memory(Protocol):
         ...
 
     def draw(
-        self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int, which: Which = "all"
+        self,
+        seed: int,
+        steps: Sequence[int],
+        tasks: int,
+        support: int,
+        query: int,
+        which: Which = "all",
+        without: Collection[str] = (),
     ) -> Draw | None:
         """Draw meta-batches for some steps."""
+        ...
+
+    def names_drawn(
+        self, seed: int, steps: Sequence[int], tasks: int, width: int, which: Which, without: Collection[str]
+    ) -> list[str | None]:
+        """The names of the tasks that `draw` draws; None stands for the open round."""
+        ...
+
+    @property
+    def aside(self) -> dict[str, str]:
+        """The names that are not drawn, with the reason."""
+        ...
+
+    def set_aside(self, name: str, reason: str) -> None:
+        """Keep the data of a name, and draw it no more."""
+        ...
+
+    def readmit(self, name: str) -> None:
+        """Draw a name again that was set aside."""
         ...
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:

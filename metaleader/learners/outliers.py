@@ -1,0 +1,131 @@
+"""Tasks whose data makes updates fail: which task it is, and its quarantine.
+
+An update fails if a loss, a gradient or a parameter is not finite. If that is the fault of one task among others, the
+task is set aside: its data is kept and no longer drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from metaleader.engine.engine import Engine
+from metaleader.memory.rows import Draw
+from metaleader.tasks import num_rows
+
+if TYPE_CHECKING:
+    from metaleader.learners.learner import Learner
+
+_log = logging.getLogger("metaleader")
+
+# A task whose gradient is longer than that of the median task by this factor is suspected.
+_SUSPICIOUS = 1e3
+# If so many tasks raise an error one after the other, the fault is not that of one task.
+_FEW = 8
+# Numbers of the gradients that are computed at once
+_CHUNK = 2**22
+
+
+class Failure(NamedTuple):
+    """Updates that failed.
+
+    Attributes:
+        drawn: the names of the tasks that they drew; None is the open round.
+        bad: those whose own loss or gradient is not finite.
+        culprits: those that can be set aside, with the reason; empty if the fault is not that of one task among others.
+    """
+
+    drawn: list[str | None]
+    bad: list[str | None]
+    culprits: dict[str, str]
+
+
+def examine(
+    learner: Learner, numbers: Sequence[int], draw: Draw, batches: tuple[Any, Any], aside: Collection[str]
+) -> Failure:
+    """Compute the gradient of each task drawn alone, at the parameters before the updates.
+
+    Args:
+        learner: the learner that failed.
+        numbers: of the updates, up to the one that failed.
+        draw: of these updates.
+        batches: support and query of the draw.
+        aside: the names that were left out of the draw.
+    """
+    options, definition = learner.options, learner.definition
+    width = definition.support + options.query
+    names = learner.memory.names_drawn(options.seed, numbers, options.tasks_per_step, width, definition.which, aside)
+    if len(names) != draw.query.shape[0] * draw.query.shape[1]:
+        return Failure([None], [None], {})  # by class
+    norms = _norms(learner, *tree_map(lambda leaf: leaf.flatten(0, 1)[:, None], batches))
+    longest: dict[str | None, float] = {}
+    for name, norm in zip(names, norms.tolist(), strict=True):
+        # NaN counts as infinite.
+        longest[name] = max(longest.get(name, 0.0), norm if np.isfinite(norm) else np.inf)
+    bad = [name for name, norm in longest.items() if not np.isfinite(norm)]
+    reasons: dict[str | None, str] = {}
+    if bad and 2 * len(bad) <= len(longest):
+        reasons = dict.fromkeys(bad, "its loss or gradient is not finite")
+    elif not bad and len(longest) > 2:
+        ordered = sorted(longest.values())
+        ratio = ordered[-1] / max(ordered[len(ordered) // 2], 1e-300)
+        if ratio > _SUSPICIOUS:
+            name = max(longest, key=longest.__getitem__)
+            reasons = {name: f"its gradient is {ratio:.0e} times as long as that of other tasks"}
+    culprits = {name: reason for name, reason in reasons.items() if name is not None}
+    return Failure(list(longest), bad, culprits if len(culprits) == len(reasons) else {})
+
+
+def quarantine(learner: Learner, reasons: Mapping[str, str]) -> None:
+    """Set tasks aside, with a warning that names them."""
+    for name, reason in reasons.items():
+        with learner.locks.reading:
+            learner.memory.set_aside(name, reason)
+        _log.warning(
+            "task %s is set aside: %s. Its %d datapoints are kept but not drawn; readmit(name) draws them again,"
+            " forget(name) deletes them",
+            *(reprlib.repr(name), reason, learner.memory.sizes()[name]),
+        )
+
+
+def names_text(names: Sequence[str | None], current: str | None) -> str:
+    """Names for a message."""
+    shown = [reprlib.repr(current if name is None else name) for name in names[:5]]
+    return ", ".join(shown) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _norms(learner: Learner, support: Any, query: Any) -> Tensor:
+    """The norm of the gradient of each task, (tasks,); NaN where the loss or the gradient cannot be computed."""
+    flat, objective = learner.state.flat, learner.definition.objective
+    engine = Engine("eager", device=learner.device)
+
+    def of_rows(first: int, num: int) -> Tensor:
+        batches = tree_map(lambda leaf: leaf[first : first + num], (support, query))
+        some_support, some_query = batches
+        values, _ = engine.gradient(objective, flat.expand(num_rows(some_query), -1), some_support, some_query, None)
+        return torch.where(torch.isfinite(values[0]), values[1], torch.nan).double().cpu()
+
+    total, step = num_rows(query), max(1, min(64, _CHUNK // flat.numel()))
+    try:
+        return torch.cat([of_rows(first, step) for first in range(0, total, step)])
+    except ValueError:
+        return _one_by_one(of_rows, total)
+
+
+def _one_by_one(of_rows: Callable[[int, int], Tensor], total: int) -> Tensor:
+    """The same for a gradient that raises an error for some tasks; if it does for the first few, then for all."""
+    norms = torch.full((total,), torch.nan, dtype=torch.float64)
+    for i in range(total):
+        with contextlib.suppress(ValueError):
+            norms[i] = of_rows(i, 1)[0]
+        if i == _FEW and not bool(torch.isfinite(norms).any()):
+            break
+    return norms
