@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ def _begin(learner: Learner, task: Task) -> None:
 def observe(learner: Learner, reveal: Reveal, update: bool = True) -> None:
     """Let the learner observe a reveal."""
     batch, ids = reveal
-    learner.observe(batch.x, batch.y, update=update, **({} if ids is None else {"ids": ids}))
+    names: dict[str, Any] = {} if ids is None else {"ids": ids}
+    learner.observe(batch.x, batch.y, update=update, **names)
 
 
 def num_rounds(stream: Stream) -> int:
