@@ -2,6 +2,8 @@
 
     R(T) = sum over t <= T of f_t(U_t(w_t)) - min over w of sum over t <= T of f_t(U_t(w))
 
+The dynamic regret compares with the best initialisation of every round: the minimum is inside the sum.
+
 `play(..., regret=True)` records the first sum. For nets, the minimum is estimated by optimisation, which gives an upper
 bound on it and therefore a lower bound on the regret. For quadratics, `metaleader.theory` computes both terms exactly.
 """
@@ -49,6 +51,10 @@ class Hindsight:
         last_gain: the relative decrease of the mean loss in the last pass over the optimisers.
         gradient_norm: the norm of the gradient of the mean loss at `params`.
         evaluations: the number of evaluations of the meta-gradient.
+        static: for a dynamic comparator the static one, from which it started; otherwise None. In a dynamic comparator
+            the tensors of `params` have a first dimension of rounds, `last_gain` and `gradient_norm` are the largest
+            of all rounds, and `losses` are nowhere above those of the static one.
+        unconverged: the rounds whose comparators have not converged; all rounds for a static comparator.
     """
 
     params: Params
@@ -59,6 +65,8 @@ class Hindsight:
     last_gain: float
     gradient_norm: float
     evaluations: int
+    static: Hindsight | None = None
+    unconverged: tuple[int, ...] = ()
 
 
 def hindsight(
@@ -72,6 +80,7 @@ def hindsight(
     only: str | None = None,
     start: Mapping[str, Tensor] | None = None,
     rounds: int | None = None,
+    dynamic: bool = False,
     tolerance: float = 0.01,
     max_evaluations: int = 20_000,
     chunk: int | None = None,
@@ -84,7 +93,8 @@ def hindsight(
 
     The optimisation makes passes over Adam with step sizes 0.01, 0.001 and 0.0001 and L-BFGS, each restarted and run
     while it improves the mean loss. It has converged when a pass lowers the mean loss by a fraction of at most
-    `tolerance`.
+    `tolerance`. The comparators of the rounds have converged when a pass lowers the loss of their round by at most that
+    fraction of the static comparator's mean loss.
 
     Args:
         model: an `nn.Module`, or a function that builds one.
@@ -96,8 +106,10 @@ def hindsight(
         only: the parameters to adapt: None for all, "last" for the last layer, or a name pattern such as "head.*".
         start: the initial parameters, such as a learner's final `params`; the model's weights if None.
         rounds: the number of rounds T in R(T); the whole stream if None.
+        dynamic: return the comparator of dynamic regret, one initialisation per round. The optimisation of each round
+            starts from the static comparator, so that the dynamic regret is at least the static one.
         tolerance: the tolerance of the convergence criterion.
-        max_evaluations: the number of meta-gradients after which to stop without convergence.
+        max_evaluations: the number of meta-gradients, per optimisation, after which to stop without convergence.
         chunk: the number of tasks in memory at a time.
         device: the device to compute on.
 
@@ -129,8 +141,24 @@ def hindsight(
     classes = (torch.tensor([task.classes for task in played], device=device),) if by_class else ()
     tasks = ((support, ~flags, *classes), (query, flags, *classes))
 
-    def objective(params: Params) -> tuple[Tensor, Params]:
-        return meta_gradient(loss_fn, params, *tasks, inner_lr, inner_steps, chunk=chunk, only=only)
+    def minimise(chosen: slice, start: Params, scale: float | None = None) -> _Minimum:
+        """The minimum of the mean loss of some rounds."""
+        support, query = rows(tasks, chosen)
+
+        def objective(params: Params) -> tuple[Tensor, Params]:
+            return meta_gradient(loss_fn, params, support, query, inner_lr, inner_steps, chunk=chunk, only=only)
+
+        return _minimise(objective, start, tolerance, max_evaluations, scale)
+
+    @torch.no_grad()
+    def losses(params: Params, by_round: bool) -> np.ndarray:
+        """The loss of each round; `by_round` if the parameters have a first dimension of rounds."""
+
+        def adapted_loss(params: Params, support: Any, query: Any) -> Tensor:
+            return loss_fn(adapt(loss_fn, params, support, inner_lr, inner_steps, only=only), query)
+
+        in_dims = (0 if by_round else None, 0, 0)
+        return vmap(adapted_loss, in_dims=in_dims, chunk_size=chunk)(params, *tasks).double().cpu().numpy()
 
     initial = network.params()
     if start is not None:
@@ -139,30 +167,61 @@ def hindsight(
                 f"start has {sorted(start)}, the model has {sorted(initial)}; pass params of the same model"
             )
         initial = to_device(dict(start), device)
-    minimum = _minimise(objective, initial, tolerance, max_evaluations)
+    data = f"{num_rounds} tasks, adapted on {size} datapoints, measured on {held_out} held-out ones"
+    minimum = minimise(slice(None), initial)
+    unconverged = () if minimum.converged else tuple(range(num_rounds))
+    found = Hindsight(**vars(minimum), losses=losses(minimum.params, False), datapoints=size, data=data,
+                      unconverged=unconverged)  # fmt: skip
+    _warn_unconverged(found, tolerance)
+    if dynamic:
+        scale = float(found.losses.mean())
+        found = _dynamic(found, [minimise(slice(t, t + 1), found.params, scale) for t in range(num_rounds)], losses)
+        _warn_unconverged(found, tolerance)
+    return found
 
-    def adapted_loss(support: Any, query: Any) -> Tensor:
-        return loss_fn(adapt(loss_fn, minimum.params, support, inner_lr, inner_steps, only=only), query)
 
-    with torch.no_grad():
-        losses = vmap(adapted_loss, chunk_size=chunk)(*tasks).double().cpu().numpy()
-    if not minimum.converged:
+def _warn_unconverged(comparator: Hindsight, tolerance: float) -> None:
+    if not comparator.converged:
+        num, total = len(comparator.unconverged), len(comparator.losses)
+        kind = "comparator has" if comparator.static is None else f"comparators of {num} of {total} rounds have"
         warnings.warn(
-            f"the hindsight comparator has not converged after {minimum.evaluations} meta-gradients (tolerance"
+            f"the hindsight {kind} not converged after {comparator.evaluations} meta-gradients (tolerance"
             f" {tolerance:.2%}), so the regret is underestimated; raise max_evaluations, or start from a learner's"
             " params",
             UnconvergedWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    data = f"{num_rounds} tasks, adapted on {size} datapoints, measured on {held_out} held-out ones"
-    return Hindsight(losses=losses, datapoints=size, data=data, **vars(minimum))
+
+
+def _dynamic(static: Hindsight, minima: Sequence[_Minimum], losses: Callable[[Params, bool], np.ndarray]) -> Hindsight:
+    """The comparator of dynamic regret: in each round its own minimum, or the static one if that is lower."""
+    params = {name: torch.stack([minimum.params[name] for minimum in minima]) for name in static.params}
+    found = losses(params, True)
+    # Evaluated alone and in a batch, equal parameters differ in rounding.
+    worse = ~(found < static.losses)
+    for name, value in params.items():
+        value[torch.from_numpy(worse).to(value.device)] = static.params[name]
+    unconverged = tuple(t for t, minimum in enumerate(minima) if not minimum.converged)
+    return Hindsight(
+        params=params,
+        losses=np.where(worse, static.losses, found),
+        datapoints=static.datapoints,
+        data=static.data,
+        converged=not unconverged,
+        last_gain=max(minimum.last_gain for minimum in minima),
+        gradient_norm=max(minimum.gradient_norm for minimum in minima),
+        evaluations=static.evaluations + sum(minimum.evaluations for minimum in minima),
+        static=static,
+        unconverged=unconverged,
+    )
 
 
 def cumulative_regret(records: Iterable[Record], comparator: Hindsight) -> np.ndarray:
-    """Return the regret after each round against one comparator, a lower bound.
+    """Return the regret after each round against a comparator, a lower bound.
 
     The last value estimates R(T) of Eq. 3. The earlier values use the same comparator, which is optimised for all T
-    rounds. To estimate R at an earlier T, make a comparator with `rounds`.
+    rounds. To estimate R at an earlier T, make a comparator with `rounds`. With a dynamic comparator, all values are
+    dynamic regrets.
 
     Args:
         records: the records of `play(..., regret=True)`; those at the comparator's number of datapoints are used.
@@ -197,9 +256,16 @@ class _Minimum:
 
 @torch.no_grad()
 def _minimise(
-    objective: Callable[[Params], tuple[Tensor, Params]], start: Params, tolerance: float, max_evaluations: int
+    objective: Callable[[Params], tuple[Tensor, Params]],
+    start: Params,
+    tolerance: float,
+    max_evaluations: int,
+    scale: float | None = None,
 ) -> _Minimum:
-    """Make passes over the optimisers until a pass lowers the loss by a fraction of at most `tolerance`."""
+    """Make passes over the optimisers until a pass lowers the loss by a fraction of at most `tolerance`.
+
+    The fraction is one of the loss before the pass, or of `scale`.
+    """
     params = {name: value.detach().clone() for name, value in start.items()}
     evaluations, best, best_loss = 0, params, np.inf
 
@@ -225,10 +291,10 @@ def _minimise(
                 for _ in range(steps):
                     optimizer.step(evaluate)  # pyright: ignore[reportCallIssue, reportArgumentType]
                 evaluate()
-                improving = before_block - best_loss > tolerance * abs(before_block)
+                improving = before_block - best_loss > tolerance * (scale or abs(before_block))
             for name, value in params.items():
                 value.copy_(best[name])
-        gain = (before_pass - best_loss) / abs(before_pass) if before_pass else 0.0
+        gain = (before_pass - best_loss) / (scale or abs(before_pass)) if before_pass else 0.0
         converged = gain <= tolerance and evaluations < max_evaluations
     evaluate()
     gradients = [value.grad.square().sum() for value in params.values() if value.grad is not None]

@@ -5,7 +5,15 @@ import pytest
 import torch
 
 import metaleader as ml
-from metaleader.regret import UnconvergedWarning, _minimise, cumulative_regret, hindsight
+from metaleader.regret import (
+    Hindsight,
+    UnconvergedWarning,
+    _dynamic,
+    _minimise,
+    _Minimum,
+    cumulative_regret,
+    hindsight,
+)
 from metaleader.streams import QuadraticStream
 from metaleader.tasks import rng
 from metaleader.theory import linear_regression
@@ -37,15 +45,20 @@ def comparator(tasks):
     return hindsight(regression_net, ml.losses.squared_error, tasks, inner_lr=0.05, inner_steps=1, tolerance=1e-4)
 
 
-def closed_form(tasks):
-    """The best in hindsight; `squared_error` is twice f, so that its step size is half as large."""
+def adapted_losses(tasks):
+    """f(U(w)) of each task as a quadratic; `squared_error` is twice f, so that its step size is half as large."""
     f, support = (
         linear_regression(
             torch.stack([getattr(t, part).x for t in tasks]), torch.stack([getattr(t, part).y[:, 0] for t in tasks])
         )
         for part in ("test", "train")
     )
-    meta = f.adapted(2 * 0.05, support=support)
+    return f.adapted(2 * 0.05, support=support)
+
+
+def closed_form(tasks):
+    """The best in hindsight."""
+    meta = adapted_losses(tasks)
     return 2 * meta.value(meta.mean().minimiser())
 
 
@@ -108,6 +121,65 @@ def test_comparator_of_the_first_rounds_beats_that_of_all_on_them(tasks, compara
     )
     assert len(first.losses) == 2
     assert first.losses.sum() < comparator.losses[:2].sum()
+
+
+def test_dynamic_comparator_of_quadratics_is_the_closed_form(tasks, monkeypatch):
+    monkeypatch.setattr("metaleader.regret._ADAM_STEPS", 10)  # L-BFGS suffices for quadratics
+    tasks = tasks[:2]
+    meta = adapted_losses(tasks)
+    start = {"weight": meta.mean().minimiser()[None]}  # saves time
+    options = {"inner_lr": 0.05, "inner_steps": 1, "start": start, "dynamic": True, "tolerance": 0.05}
+    found = hindsight(regression_net, ml.losses.squared_error, tasks, **options)
+    assert found.static is not None
+    assert found.converged
+    assert found.unconverged == ()
+    assert found.params["weight"].shape == (2, 1, 4)
+    expected = 2 * meta.value(meta.minimiser()).numpy()
+    # The tolerance, 5 %, is a fraction of the static comparator's mean loss.
+    assert (found.losses - expected).min() >= -1e-9
+    assert (found.losses - expected).max() < 0.05 * found.static.losses.mean()
+    assert found.losses.sum() < 0.9 * found.static.losses.sum()
+    # The losses are those of the parameters.
+    weights = found.params["weight"][:, 0]
+    np.testing.assert_allclose(found.losses, 2 * meta.value(weights).numpy(), atol=1e-9)
+    learner = ml.FTML(regression_net, ml.losses.squared_error, inner_lr=0.05, inner_steps=1, meta_steps=2)
+    records = list(ml.play(learner, tasks, reveal=20, steps=(1,), regret=True))
+    assert cumulative_regret(records, found)[-1] > cumulative_regret(records, found.static)[-1]
+
+
+@pytest.mark.parametrize("max_evaluations", [1, 15])
+def test_dynamic_regret_is_at_least_static_regret_also_without_convergence(tasks, max_evaluations):
+    options = {"inner_lr": 0.05, "inner_steps": 1, "max_evaluations": max_evaluations}
+    with pytest.warns(UnconvergedWarning) as caught:
+        found = hindsight(regression_net, ml.losses.squared_error, tasks[:3], dynamic=True, **options)
+    assert ["comparator has not" in str(w.message) for w in caught] == [True, False]
+    assert "comparators of 3 of 3 rounds have not converged" in str(caught[1].message)
+    assert found.static is not None
+    assert (found.losses <= found.static.losses).all()
+    assert not found.converged
+    assert found.unconverged == found.static.unconverged == (0, 1, 2)
+    if max_evaluations == 1:
+        assert np.array_equal(found.losses, found.static.losses)
+        assert all(torch.equal(value[1], found.static.params[name]) for name, value in found.params.items())
+    else:
+        assert found.losses.sum() < found.static.losses.sum()
+
+
+def test_rounds_that_have_not_converged_are_marked():
+    def minimum(value, converged):
+        return _Minimum({"w": torch.tensor([value])}, converged, 0.1 * value, value, 10)
+
+    static = Hindsight({"w": torch.tensor([2.0])}, np.array([4.0, 4.0, 4.0]), 5, "data", True, 0.0, 0.0, 7)
+    minima = [minimum(1.0, True), minimum(3.0, False), minimum(0.5, False)]
+    # The loss of a round is the square of its parameter.
+    found = _dynamic(static, minima, lambda params, by_round: params["w"][:, 0].numpy() ** 2.0)
+    assert found.unconverged == (1, 2)
+    assert not found.converged
+    assert found.static is static
+    assert found.losses.tolist() == [1.0, 4.0, 0.25]
+    assert found.params["w"].tolist() == [[1.0], [2.0], [0.5]]
+    assert found.evaluations == 37
+    assert found.gradient_norm == 3.0
 
 
 def test_refuses_what_is_not_a_regret_record(tasks, comparator):
