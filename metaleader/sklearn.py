@@ -24,6 +24,8 @@ from metaleader.learners import FTML, BayesianHead, update_together
 from metaleader.losses import cross_entropy, squared_error
 from metaleader.tasks import Batch
 
+__all__ = ["MetaClassifier", "MetaRegressor"]
+
 # Inputs beyond this many standard deviations are cut off: one rare indicator column would dominate a linear layer.
 _LIMIT = 4.0
 # Held-out groups are predicted from this many of their datapoints, and need two more to be measured on.
@@ -57,7 +59,7 @@ class _MetaEstimator(BaseEstimator):
         hidden: Sequence[int] = (64, 32),
         members: int = 4,
         updates: int = 800,
-        learning_rate: float = 3e-3,
+        learning_rate: float = 1e-2,
         validation: float = 0.15,
         random_state: int = 0,
     ) -> None:
@@ -173,9 +175,7 @@ class _MetaEstimator(BaseEstimator):
         """Update all members side by side; each keeps the parameters that predict its held-out groups best."""
         batches = dict(tasks)
         sizes = np.array([len(batch.y) for batch in batches.values()])
-        # Groups with fewer rows than an update uses would repeat them, which overstates what is known of them.
-        several = sizes[sizes > 1]
-        width = int(np.clip(np.quantile(several, 0.25), 2, 2 * _SHOTS)) if len(several) else 2
+        width = int(np.clip(sizes.max(), 2, 2 * _SHOTS))
         self.learners_ = self._learners(self.n_features_in_, self._num_outputs(), width, min(32, 2 * len(batches)))
         eligible = [name for name, batch in batches.items() if len(batch.y) >= _SHOTS + 2]
         num_held = int(self.validation * len(eligible))
@@ -195,7 +195,7 @@ class _MetaEstimator(BaseEstimator):
                 if loss < best[r][0]:
                     best[r] = (loss, learner.state)
         for learner, (_, state), names in zip(self.learners_, best, held, strict=True):
-            learner.state = state
+            learner.state = state._replace(step=self.updates)  # members are updated side by side later
             for name in names:
                 learner.observe(*batches[name], task=name, update=False)
 
@@ -293,7 +293,8 @@ class MetaClassifier(ClassifierMixin, _MetaEstimator):
 
     def predict(self, X: Any, groups: Any = None) -> np.ndarray:
         """The most probable class of each row."""
-        return self.classes_[self.predict_proba(X, groups).argmax(1)]
+        best = self.predict_proba(X, groups).argmax(1)
+        return self.classes_[best]
 
     def _begin(self, X: np.ndarray, y: np.ndarray) -> None:
         check_classification_targets(y)

@@ -42,6 +42,20 @@ class ClassBatch(NamedTuple):
     classes: Tensor
 
 
+class WeightedBatch(NamedTuple):
+    """Datapoints of one task, some of which do not count.
+
+    Attributes:
+        x: inputs.
+        y: targets.
+        weights: one per datapoint: 0 for a repetition or for padding.
+    """
+
+    x: Tree
+    y: Tree
+    weights: Tensor
+
+
 @dataclass(frozen=True)
 class Task:
     """One task of a stream: datapoints to reveal, and held-out datapoints to measure on.

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,13 @@ class Adaptation(ABC):
 
     A subclass is a frozen dataclass of plain settings. Its functions are written for one task, in operations that
     `torch.func` can batch and differentiate.
+
+    Attributes:
+        takes_weights: whether the datapoints of updates are a `WeightedBatch`, in which repeated datapoints of a small
+            task have weight 0, instead of a `Batch`.
     """
+
+    takes_weights: ClassVar[bool] = False
 
     def check(self, network: Network) -> None:  # noqa: B027
         """Raise ValueError for a network or a loss that the procedure does not support."""

@@ -30,6 +30,7 @@ from metaleader.engine.objective import Adaptation
 from metaleader.gradient.selection import Params
 from metaleader.losses import squared_error, takes_labels, unsmoothed
 from metaleader.nets.functional import Network
+from metaleader.tasks import WeightedBatch
 
 _SCALE, _FACTOR, _NOISE = "prior log scale", "prior factor", "log noise"
 
@@ -47,6 +48,8 @@ class BayesianHead(Adaptation):
             Dirichlet distribution; None is 0.5 and 0.01.
         rank: the number of columns of U.
     """
+
+    takes_weights = True
 
     scale: float | None = None
     noise: float | None = None
@@ -101,24 +104,30 @@ class BayesianHead(Adaptation):
     def __call__(self, network: Network, params: Params, data: Any) -> Params:
         """The last layer with the posterior mean of its weights."""
         targets, noise = self._targets(network, params, data.y)
-        weights = self._posterior(network, params, self._features(network, params, data.x), targets, noise)
+        phi = self._features(network, params, data.x)
+        weights = self._posterior(network, params, phi, targets, noise, _counted(data))
         name, layer = network.last_linear()
         if layer.bias is None:
             return {f"{name}weight": weights.mT}
         return {f"{name}weight": weights[:-1].mT, f"{name}bias": weights[-1]}
 
     def loss(self, network: Network, params: Params, support: Any, query: Any) -> Tensor:
-        """The negative log evidence per datapoint, or the mean cross-entropy over sizes of the support set."""
+        """The negative log evidence per datapoint, or the mean cross-entropy over sizes of the support set.
+
+        A datapoint that is repeated to fill a set counts once.
+        """
         phi, phi_query = (self._features(network, params, batch.x) for batch in (support, query))
         targets, noise = self._targets(network, params, support.y)
+        counted, counted_query = _counted(support), _counted(query)
         if not takes_labels(network.loss):
-            joint = torch.cat([targets, query.y])
-            return self._negative_evidence(network, params, torch.cat([phi, phi_query]), joint)
+            joint, weights = torch.cat([targets, query.y]), torch.cat([counted, counted_query])
+            return self._negative_evidence(network, params, torch.cat([phi, phi_query]), joint, weights)
         sizes = [0, *(2**i for i in range(len(phi).bit_length()) if 2**i < len(phi)), len(phi)]
         losses = []
         for size in sizes:
-            weights = self._posterior(network, params, phi[:size], targets[:size], noise[:size])
-            losses.append(network.mean_loss(phi_query @ weights, query.y))
+            weights = self._posterior(network, params, phi[:size], targets[:size], noise[:size], counted[:size])
+            values = network.loss(phi_query @ weights, query.y)
+            losses.append((values * counted_query).sum() / counted_query.sum().clamp(min=1))
         return torch.stack(losses).mean()
 
     def variance(self, network: Network, params: Params, data: Any | None, x: Any) -> Tensor:
@@ -162,7 +171,9 @@ class BayesianHead(Adaptation):
         variance = torch.log1p(1 / concentration)
         return concentration.log() - variance / 2, variance
 
-    def _posterior(self, network: Network, params: Params, phi: Tensor, targets: Tensor, noise: Tensor) -> Tensor:
+    def _posterior(
+        self, network: Network, params: Params, phi: Tensor, targets: Tensor, noise: Tensor, counted: Tensor
+    ) -> Tensor:
         """The posterior mean of the weights, (D, outputs)."""
         mean, factor = self._prior(network, params)
         if len(phi) == 0:
@@ -170,23 +181,28 @@ class BayesianHead(Adaptation):
         rows, residuals = phi @ factor, targets - phi @ mean
         columns = []
         for c in range(targets.shape[1]):
-            deviation = noise[:, c].sqrt()
-            whitened = rows / deviation[:, None]
-            columns.append(_shrink(whitened, residuals[:, c] / deviation))
+            precision = counted / noise[:, c].sqrt()
+            columns.append(_shrink(rows * precision[:, None], residuals[:, c] * precision))
         return mean + factor @ torch.stack(columns, -1)
 
-    def _negative_evidence(self, network: Network, params: Params, phi: Tensor, y: Tensor) -> Tensor:
+    def _negative_evidence(self, network: Network, params: Params, phi: Tensor, y: Tensor, counted: Tensor) -> Tensor:
         mean, factor = self._prior(network, params)
-        rows, residuals = phi @ factor, y - phi @ mean
+        rows, residuals, num = phi @ factor, y - phi @ mean, counted.sum()
         terms = []
         for c in range(y.shape[1]):
             log_noise = params[_NOISE][c]
-            whitened, target = rows * torch.exp(-log_noise), residuals[:, c] * torch.exp(-log_noise)
+            precision = counted * torch.exp(-log_noise)
+            whitened, target = rows * precision[:, None], residuals[:, c] * precision
             chol = torch.linalg.cholesky(_plus_identity(whitened @ whitened.mT))
             white = torch.linalg.solve_triangular(chol, target[:, None], upper=False)
-            log_det = 2 * chol.diagonal().log().sum() + 2 * len(phi) * log_noise
-            terms.append((white.square().sum() + log_det) / len(phi) + math.log(2 * math.pi))
+            log_det = 2 * chol.diagonal().log().sum() + 2 * num * log_noise
+            terms.append((white.square().sum() + log_det) / num + math.log(2 * math.pi))
         return torch.stack(terms).mean() / 2
+
+
+def _counted(data: Any) -> Tensor:
+    """The weight of each datapoint, 0 or 1."""
+    return data.weights if isinstance(data, WeightedBatch) else torch.ones(len(data.y), device=data.y.device)
 
 
 def _shrink(whitened: Tensor, target: Tensor) -> Tensor:

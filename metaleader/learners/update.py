@@ -19,7 +19,7 @@ from metaleader.engine.objective import GradientSteps
 from metaleader.learners.outer import Outer
 from metaleader.learners.outliers import Failure, examine, names_text, quarantine
 from metaleader.memory.rows import Draw
-from metaleader.tasks import ClassBatch, Tree, rng
+from metaleader.tasks import ClassBatch, Tree, WeightedBatch, rng
 
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
@@ -239,9 +239,19 @@ def _shifted(learner: Learner, numbers: Sequence[int]) -> list[int]:
 def _gather(learner: Learner, draw: Draw) -> tuple[Any, Any]:
     """The support and query batches of a draw, with the tasks' classes if the network chooses its outputs by them."""
     support, query = learner.memory.gather(draw)
+    adaptation = learner.definition.objective.adaptation
+    if adaptation is not None and adaptation.takes_weights:
+        first = _first_occurrences(torch.cat([draw.support, draw.query], -1)).to(learner.state.flat.dtype)
+        weights = first.split([draw.support.shape[-1], draw.query.shape[-1]], -1)
+        return WeightedBatch(*support, weights[0]), WeightedBatch(*query, weights[1])
     if learner.network.num_classes is None or draw.classes is None:
         return support, query
     return ClassBatch(*support, draw.classes), ClassBatch(*query, draw.classes)
+
+
+def _first_occurrences(index: Tensor) -> Tensor:
+    """Whether each number is the first of its value in its row, (..., numbers)."""
+    return ~(index[..., :, None] == index[..., None, :]).tril(-1).any(-1)
 
 
 def _dropout_seeds(learner: Learner, numbers: Sequence[int]) -> Tensor | None:

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import metaleader as ml
 from metaleader.checks import check_learner
+from metaleader.learners.update import _gather
 
 
 def head(features=3, outputs=1, loss=ml.losses.squared_error, net=None, **settings):
@@ -81,6 +83,27 @@ def test_updates_minimise_the_negative_evidence():
         expected -= float(gaussian.log_prob(targets[:, c])) / 7 / 2
     assert math.isclose(float(loss), expected, rel_tol=1e-9)
     assert gradients.keys() == params.keys()
+
+
+@pytest.mark.parametrize("loss", [ml.losses.squared_error, ml.losses.cross_entropy])
+def test_repeated_datapoints_count_once(loss):
+    """A task of three datapoints has the loss of these three, in sets of two and one."""
+    learner = head(outputs=2, loss=loss, tasks_per_step=1, support=4, query=2)
+    x, y = batch(3, outputs=2)
+    y = y.argmax(1) if loss is ml.losses.cross_entropy else y
+    learner.observe(x, y, task="small", update=False)
+    draw = learner.memory.draw(0, [0], 1, 4, 2)
+    support, query = (tree_map(lambda leaf: leaf[0, 0], part) for part in _gather(learner, draw))
+    assert support.weights.tolist() == [1, 1, 0, 0]
+    assert query.weights.tolist() == [1, 0]
+    params, adaptation = learner.layout.named(learner.state.flat), ml.BayesianHead()
+    few = [ml.Batch(part.x[part.weights > 0], part.y[part.weights > 0]) for part in (support, query)]
+    if loss is ml.losses.squared_error:
+        expected = adaptation.loss(learner.network, params, *few)
+        torch.testing.assert_close(adaptation.loss(learner.network, params, support, query), expected)
+    adapted = adaptation(learner.network, params, support)
+    for name, value in adaptation(learner.network, params, few[0]).items():
+        torch.testing.assert_close(adapted[name], value)
 
 
 def test_the_prior_is_learned_as_by_mixed_effects():

@@ -1,0 +1,124 @@
+"""The estimators: better than one model per group and than one for all, and usable as scikit-learn expects."""
+
+import contextlib
+import pickle
+import unittest
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+from sklearn.linear_model import Ridge
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import estimator_checks_generator
+
+from metaleader.sklearn import MetaClassifier, MetaRegressor
+
+SMALL: dict[str, Any] = {"hidden": (8,), "members": 2, "updates": 150, "learning_rate": 0.03}
+
+
+def shops(num: int = 40, rows: int = 14, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """y = x0 + a + b x1 + noise, with a and b of each shop."""
+    rng = np.random.default_rng(seed)
+    g = np.repeat(np.arange(num), rows)
+    X = rng.normal(size=(num * rows, 2))
+    a, b = rng.normal(size=(2, num))
+    return X, 3 * (X[:, 0] + a[g] + b[g] * X[:, 1] + 0.3 * rng.normal(size=len(g))) + 50, g
+
+
+@pytest.fixture(scope="module")
+def fitted() -> MetaRegressor:
+    X, y, g = shops()
+    late = (g >= 30) & (np.arange(len(g)) % 14 >= 5)  # the last ten shops give five rows each
+    return MetaRegressor(**SMALL).fit(X[~late], y[~late], groups=g[~late])
+
+
+def test_it_predicts_groups_better_than_one_model_and_than_one_per_group(fitted: MetaRegressor) -> None:
+    X, y, g = shops()
+    late = (g >= 30) & (np.arange(len(g)) % 14 >= 5)
+    found, deviation = fitted.predict(X[late], groups=g[late], return_std=True)
+    error = np.mean((found - y[late]) ** 2)
+    one = Ridge().fit(X[~late], y[~late])
+    each = [
+        Ridge().fit(X[~late & own], y[~late & own]).predict(X[late & own]) for own in (g == i for i in range(30, 40))
+    ]
+    assert error < 0.3 * np.mean((one.predict(X[late]) - y[late]) ** 2)
+    assert error < 0.8 * np.mean((np.concatenate(each) - y[late]) ** 2)
+    assert 0.5 < np.mean(((found - y[late]) / deviation) ** 2) < 2
+
+
+def test_unknown_groups_get_the_prior(fitted: MetaRegressor) -> None:
+    X, _, _ = shops()
+    mean, deviation = fitted.predict(X[:5], groups=["new"] * 5, return_std=True)
+    np.testing.assert_allclose(fitted.predict(X[:5]), mean)
+    known, smaller = fitted.predict(X[:5], groups=np.zeros(5, int), return_std=True)
+    assert not np.allclose(known, mean)
+    assert (smaller < deviation).all()
+
+
+def test_data_is_added(fitted: MetaRegressor) -> None:
+    X, y, g = shops(num=60)
+    model = pickle.loads(pickle.dumps(fitted))
+    np.testing.assert_array_equal(model.predict(X, groups=g), fitted.predict(X, groups=g))
+    new = g == 50
+    before = np.mean((model.predict(X[new], groups=g[new]) - y[new]) ** 2)
+    model.partial_fit(X[new], y[new], groups=g[new])
+    assert np.mean((model.predict(X[new], groups=g[new]) - y[new]) ** 2) < 0.5 * before
+
+
+def test_frames_pipelines_and_scorers() -> None:
+    X, y, g = shops(num=12, rows=8)
+    tiny: dict[str, Any] = SMALL | {"members": 1, "updates": 20}
+    frame = pd.DataFrame({"a": X[:, 0], "b": X[:, 1], "shop": g})
+    found = MetaRegressor(group="shop", **tiny).fit(frame, y).predict(frame)
+    np.testing.assert_allclose(found, MetaRegressor(**tiny).fit(X, y, groups=g).predict(X, groups=g), rtol=1e-6)
+    polars = pl.from_pandas(frame)
+    np.testing.assert_allclose(MetaRegressor(group="shop", **tiny).fit(polars, y).predict(polars), found, rtol=1e-6)
+    assert len(cross_val_score(MetaRegressor(group="shop", **tiny), frame, y, cv=2)) == 2
+    pipeline = make_pipeline(StandardScaler(), MetaRegressor(**tiny)).fit(X, y, metaregressor__groups=g)
+    assert pipeline.predict(X).shape == y.shape
+
+
+def test_classes_of_groups() -> None:
+    """The label is the sign of x, turned round in half of the groups."""
+    rng = np.random.default_rng(0)
+    g = np.repeat(np.arange(30), 20)
+    X = rng.normal(size=(600, 2))
+    y = np.where((X[:, 0] > 0) ^ (g % 2 == 0), "yes", "no")
+    train = np.arange(600) % 20 < 12
+    model = MetaClassifier(**SMALL).fit(X[train], y[train], groups=g[train])
+    assert model.score(X[~train], y[~train]) < 0.7  # without groups, one class is as probable as the other
+    found = model.predict(X[~train], groups=g[~train])
+    assert np.mean(found == y[~train]) > 0.85
+    probabilities = model.predict_proba(X[~train], groups=g[~train])
+    np.testing.assert_allclose(probabilities.sum(1), 1)
+    with pytest.raises(ValueError, match=r"classes \['maybe'\] were not in the data given to fit"):
+        model.partial_fit(X[:2], np.array(["maybe", "no"]), groups=g[:2])
+
+
+def test_bad_input() -> None:
+    X, y, g = shops(num=3, rows=4)
+    frame = pd.DataFrame({"a": X[:, 0], "shop": g})
+    model = MetaRegressor(**SMALL | {"updates": 1})
+    with pytest.raises(ValueError, match="groups has 2 values for 12 rows"):
+        model.fit(X, y, groups=g[:2])
+    with pytest.raises(ValueError, match="missing values"):
+        model.fit(X, y, groups=[None, *g[1:]])
+    with pytest.raises(ValueError, match="X has no column 'store'"):
+        MetaRegressor(group="store").fit(frame, y)
+    with pytest.raises(ValueError, match="pass a data frame"):
+        MetaRegressor(group="shop").fit(X, y)
+    with pytest.raises(ValueError, match="leave groups=None"):
+        MetaRegressor(group="shop").fit(frame, y, groups=g)
+    with pytest.raises(ValueError, match="one class"):
+        MetaClassifier().fit(X, np.zeros(12), groups=g)
+
+
+@pytest.mark.parametrize("kind", [MetaRegressor, MetaClassifier])
+def test_the_checks_of_scikit_learn(kind: Any) -> None:
+    for estimator, check in estimator_checks_generator(kind(hidden=(8,), members=1, updates=40, learning_rate=0.05)):
+        with contextlib.suppress(unittest.SkipTest):  # those of settings that this environment does not have
+            check(estimator)
