@@ -345,7 +345,10 @@ def _rows_of(names: list[str]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _held_out_loss(learner: FTML, batches: Sequence[Batch]) -> float:
-    """The mean loss of groups that the learner has not seen, each predicted from its first datapoints."""
+    """The mean loss of groups that the learner has not seen, each predicted from its first datapoints.
+
+    For regression it is the negative log density, up to constants, so that variances are selected too.
+    """
     params, longest = learner.layout.named(learner.state.flat), max(len(batch.y) for batch in batches)
     head = learner.options.adaptation
     shots = tree_map(lambda *leaves: torch.stack([leaf[:_SHOTS] for leaf in leaves]), *batches)
@@ -354,9 +357,11 @@ def _held_out_loss(learner: FTML, batches: Sequence[Batch]) -> float:
     x = torch.stack([batch.x[index] for batch, index in zip(batches, rest, strict=True)])
     y = torch.stack([batch.y[index] for batch, index in zip(batches, rest, strict=True)])
 
-    def predict(data: Batch, x: Tensor) -> Tensor:
-        return learner.network.predict(params | head(learner.network, params, data), x)
+    def losses(data: Batch, x: Tensor, y: Tensor) -> Tensor:
+        prediction = learner.network.predict(params | head(learner.network, params, data), x)
+        if learner.loss is not squared_error:
+            return learner.loss(prediction, y)
+        variance = head.variance(learner.network, params, data, x)
+        return (variance.log() + (prediction - y).square() / variance)[:, 0]
 
-    predictions = torch.func.vmap(predict)(Batch(*shots), x)
-    losses = learner.loss(predictions.flatten(0, 1), y.flatten(0, 1))
-    return float(losses[is_row.flatten()].mean())
+    return float(torch.func.vmap(losses)(Batch(*shots), x, y)[is_row].mean())
