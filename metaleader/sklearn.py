@@ -32,6 +32,7 @@ _LIMIT = 4.0
 _SHOTS = 10
 _MEASUREMENTS = 30
 _WARM_UP, _LAST_LR = 0.3, 0.05
+_HEAD = BayesianHead()
 
 
 class _Net(nn.Module):
@@ -52,24 +53,14 @@ class _Net(nn.Module):
 
 
 class _MetaEstimator(BaseEstimator):
+    # fmt: off
     def __init__(
-        self,
-        *,
-        group: str | None = None,
-        hidden: Sequence[int] = (64, 32),
-        members: int = 4,
-        updates: int = 800,
-        learning_rate: float = 1e-2,
-        validation: float = 0.15,
-        random_state: int = 0,
+        self, *, group: str | None = None, hidden: Sequence[int] = (64, 32), members: int = 4, updates: int = 800,
+        learning_rate: float = 1e-2, validation: float = 0.15, random_state: int = 0,
     ) -> None:
-        self.group = group
-        self.hidden = hidden
-        self.members = members
-        self.updates = updates
-        self.learning_rate = learning_rate
-        self.validation = validation
-        self.random_state = random_state
+        self.group, self.hidden, self.members, self.updates = group, hidden, members, updates
+        self.learning_rate, self.validation, self.random_state = learning_rate, validation, random_state
+    # fmt: on
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
         """Learn the network and its prior from all groups.
@@ -99,10 +90,10 @@ class _MetaEstimator(BaseEstimator):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(super().__getstate__())
-        if "learners_" in state:
-            state["learners_"] = [learner.state_dict() for learner in self.learners_]
-        return state
+        state: Any = super().__getstate__()
+        if "learners_" not in state:
+            return state
+        return state | {"learners_": [learner.state_dict() for learner in self.learners_]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -114,16 +105,13 @@ class _MetaEstimator(BaseEstimator):
     # Of regression or classification.
 
     _loss: Any
+    _targets: Any
+    _num_outputs: int
+    n_features_in_: int
 
     def _begin(self, X: np.ndarray, y: np.ndarray) -> None:
         self.x_mean_, scale = X.mean(0), X.std(0)
         self.x_scale_ = np.where(scale > 1e-12 * np.abs(self.x_mean_) + 1e-300, scale, 1.0)
-
-    def _targets(self, y: np.ndarray) -> Tensor:
-        raise NotImplementedError
-
-    def _num_outputs(self) -> int:
-        raise NotImplementedError
 
     # Data.
 
@@ -160,7 +148,7 @@ class _MetaEstimator(BaseEstimator):
             FTML(
                 lambda: _Net(num_features, num_outputs, hidden),
                 self._loss,
-                adaptation=BayesianHead(),
+                adaptation=_HEAD,
                 support=max(1, width // 2),
                 query=max(1, width - width // 2),
                 tasks_per_step=tasks,
@@ -176,7 +164,7 @@ class _MetaEstimator(BaseEstimator):
         batches = dict(tasks)
         sizes = np.array([len(batch.y) for batch in batches.values()])
         width = int(np.clip(sizes.max(), 2, 2 * _SHOTS))
-        self.learners_ = self._learners(self.n_features_in_, self._num_outputs(), width, min(32, 2 * len(batches)))
+        self.learners_ = self._learners(self.n_features_in_, self._num_outputs, width, min(32, 2 * len(batches)))
         eligible = [name for name, batch in batches.items() if len(batch.y) >= _SHOTS + 2]
         num_held = int(self.validation * len(eligible))
         held = [
@@ -237,6 +225,7 @@ class MetaRegressor(RegressorMixin, _MetaEstimator):
     """
 
     _loss = staticmethod(squared_error)
+    _num_outputs = 1
 
     def predict(self, X: Any, groups: Any = None, *, return_std: bool = False) -> Any:
         """Predictions for rows of X; rows of unknown groups are predicted by the prior.
@@ -259,11 +248,10 @@ class MetaRegressor(RegressorMixin, _MetaEstimator):
         """The predictive variance of each row, averaged over the members."""
         total = torch.zeros(len(x), dtype=torch.float64)
         for learner in self.learners_:
-            head, params, known = learner.options.adaptation, learner.layout.named(learner.state.flat), learner.tasks
-            assert isinstance(head, BayesianHead)
+            params, known = learner.layout.named(learner.state.flat), learner.tasks
             for name, index in _rows_of(names).items():
                 data = learner.memory.named(name) if name in known else None
-                total[index] += head.variance(learner.network, params, data, x[index])[:, 0].double()
+                total[index] += _HEAD.variance(learner.network, params, data, x[index])[:, 0].double()
         return total / len(self.learners_)
 
     def _begin(self, X: np.ndarray, y: np.ndarray) -> None:
@@ -273,9 +261,6 @@ class MetaRegressor(RegressorMixin, _MetaEstimator):
 
     def _targets(self, y: np.ndarray) -> Tensor:
         return torch.as_tensor((y - self.y_mean_) / self.y_scale_, dtype=torch.float32)[:, None]
-
-    def _num_outputs(self) -> int:
-        return 1
 
 
 class MetaClassifier(ClassifierMixin, _MetaEstimator):
@@ -300,6 +285,7 @@ class MetaClassifier(ClassifierMixin, _MetaEstimator):
         check_classification_targets(y)
         super()._begin(X, y)
         self.classes_ = np.unique(y)
+        self._num_outputs = len(self.classes_)
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two or more classes")
 
@@ -308,9 +294,6 @@ class MetaClassifier(ClassifierMixin, _MetaEstimator):
         if unknown:
             raise ValueError(f"classes {unknown} were not in the data given to fit, which had {self.classes_.tolist()}")
         return torch.as_tensor(np.searchsorted(self.classes_, y))
-
-    def _num_outputs(self) -> int:
-        return len(self.classes_)
 
 
 def _schedule(updates: int, lr: float) -> list[tuple[int, float]]:
@@ -350,7 +333,6 @@ def _held_out_loss(learner: FTML, batches: Sequence[Batch]) -> float:
     For regression it is the negative log density, up to constants, so that variances are selected too.
     """
     params, longest = learner.layout.named(learner.state.flat), max(len(batch.y) for batch in batches)
-    head = learner.options.adaptation
     shots = tree_map(lambda *leaves: torch.stack([leaf[:_SHOTS] for leaf in leaves]), *batches)
     rest = [torch.arange(_SHOTS, longest) % len(batch.y) for batch in batches]
     is_row = torch.stack([torch.arange(_SHOTS, longest) < len(batch.y) for batch in batches])
@@ -358,10 +340,10 @@ def _held_out_loss(learner: FTML, batches: Sequence[Batch]) -> float:
     y = torch.stack([batch.y[index] for batch, index in zip(batches, rest, strict=True)])
 
     def losses(data: Batch, x: Tensor, y: Tensor) -> Tensor:
-        prediction = learner.network.predict(params | head(learner.network, params, data), x)
+        prediction = learner.network.predict(params | _HEAD(learner.network, params, data), x)
         if learner.loss is not squared_error:
             return learner.loss(prediction, y)
-        variance = head.variance(learner.network, params, data, x)
+        variance = _HEAD.variance(learner.network, params, data, x)
         return (variance.log() + (prediction - y).square() / variance)[:, 0]
 
     return float(torch.func.vmap(losses)(Batch(*shots), x, y)[is_row].mean())

@@ -102,7 +102,8 @@ def test_classes_of_groups() -> None:
 def test_bad_input() -> None:
     X, y, g = shops(num=3, rows=4)
     frame = pd.DataFrame({"a": X[:, 0], "shop": g})
-    model = MetaRegressor(**SMALL | {"updates": 1})
+    few: dict[str, Any] = SMALL | {"updates": 1}
+    model = MetaRegressor(**few)
     with pytest.raises(ValueError, match="groups has 2 values for 12 rows"):
         model.fit(X, y, groups=g[:2])
     with pytest.raises(ValueError, match="missing values"):
@@ -119,6 +120,7 @@ def test_bad_input() -> None:
 
 @pytest.mark.parametrize("kind", [MetaRegressor, MetaClassifier])
 def test_the_checks_of_scikit_learn(kind: Any) -> None:
-    for estimator, check in estimator_checks_generator(kind(hidden=(8,), members=1, updates=40, learning_rate=0.05)):
+    checks: Any = estimator_checks_generator(kind(hidden=(8,), members=1, updates=40, learning_rate=0.05))
+    for estimator, check in checks:
         with contextlib.suppress(unittest.SkipTest):  # those of settings that this environment does not have
             check(estimator)

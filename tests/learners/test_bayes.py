@@ -92,7 +92,7 @@ def test_repeated_datapoints_count_once(loss):
     x, y = batch(3, outputs=2)
     y = y.argmax(1) if loss is ml.losses.cross_entropy else y
     learner.observe(x, y, task="small", update=False)
-    draw = learner.memory.draw(0, [0], 1, 4, 2)
+    draw: Any = learner.memory.draw(0, [0], 1, 4, 2)
     support, query = (tree_map(lambda leaf: leaf[0, 0], part) for part in _gather(learner, draw))
     assert support.weights.tolist() == [1, 1, 0, 0]
     assert query.weights.tolist() == [1, 0]
