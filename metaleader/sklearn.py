@@ -78,7 +78,7 @@ class _MetaEstimator(BaseEstimator):
         return self
 
     def partial_fit(self, X: Any, y: Any, groups: Any = None) -> Self:
-        """Add data, of known groups or new ones, and update; the first call is `fit`, which fixes the scaling."""
+        """Add data of any groups and update; the first call is `fit`, which fixes the scaling."""
         if not hasattr(self, "learners_"):
             return self.fit(X, y, groups)
         X, names = self._groups_of(X, groups)
@@ -102,8 +102,6 @@ class _MetaEstimator(BaseEstimator):
             for learner, saved in zip(self.learners_, state["learners_"], strict=True):
                 learner.load_state_dict(saved)
 
-    # Of regression or classification.
-
     _loss: Any
     _targets: Any
     _num_outputs: int
@@ -112,8 +110,6 @@ class _MetaEstimator(BaseEstimator):
     def _begin(self, X: np.ndarray, y: np.ndarray) -> None:
         self.x_mean_, scale = X.mean(0), X.std(0)
         self.x_scale_ = np.where(scale > 1e-12 * np.abs(self.x_mean_) + 1e-300, scale, 1.0)
-
-    # Data.
 
     def _groups_of(self, X: Any, groups: Any) -> tuple[Any, Any]:
         """The features and the groups, which may be a column of a frame."""
@@ -137,8 +133,6 @@ class _MetaEstimator(BaseEstimator):
         x, targets = self._inputs(X), self._targets(y)
         for name, rows in _rows_of(names).items():
             yield name, Batch(x[rows], targets[rows])
-
-    # Training.
 
     def _learners(self, num_features: int, num_outputs: int, width: int, tasks: int) -> list[FTML]:
         self._sizes = (num_features, num_outputs, width, tasks)
@@ -186,8 +180,6 @@ class _MetaEstimator(BaseEstimator):
             learner.state = state._replace(step=self.updates)  # members are updated side by side later
             for name in names:
                 learner.observe(*batches[name], task=name, update=False)
-
-    # Prediction.
 
     @torch.no_grad()
     def _outputs(self, X: Any, groups: Any) -> tuple[list[Tensor], Tensor, list[str]]:
@@ -271,6 +263,12 @@ class MetaClassifier(ClassifierMixin, _MetaEstimator):
 
     _loss = staticmethod(cross_entropy)
 
+    def partial_fit(self, X: Any, y: Any, groups: Any = None, classes: Any = None) -> Self:
+        """Add data and update; in the first call, `classes` may list classes that come later."""
+        if classes is not None and not hasattr(self, "learners_"):
+            self._classes = np.unique(classes)
+        return super().partial_fit(X, y, groups)
+
     def predict_proba(self, X: Any, groups: Any = None) -> np.ndarray:
         """Probabilities, (rows, classes), in the order of `classes_`; unknown groups are predicted by the prior."""
         outputs, _, _ = self._outputs(X, groups)
@@ -284,7 +282,7 @@ class MetaClassifier(ClassifierMixin, _MetaEstimator):
     def _begin(self, X: np.ndarray, y: np.ndarray) -> None:
         check_classification_targets(y)
         super()._begin(X, y)
-        self.classes_ = np.unique(y)
+        self.classes_ = np.union1d(np.unique(y), self.__dict__.pop("_classes", y[:0]))
         self._num_outputs = len(self.classes_)
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two or more classes")
