@@ -225,15 +225,20 @@ def measure(
     metric: Loss,
     steps: Sequence[int] = (ADAPTATION_STEPS,),
     parts: Parts = NO_PARTS,
+    task: str | None = None,
 ) -> dict[str, float]:
-    """Adapt, then compute loss and accuracy on held-out data for each number of steps; one transfer to the host."""
+    """Adapt, then compute loss and accuracy on held-out data for each number of steps; one transfer to the host.
+
+    With `task`, the learner adapts to all data of that name instead of D_t.
+    """
+    named = {} if task is None else {"task": task}
     test = to_device(test, getattr(learner, "device", "cpu"))
     values: dict[str, Tensor] = {}
-    for number, net in zip(steps, learner.adapt(steps=list(steps), statistics="batch"), strict=True):
+    for number, net in zip(steps, learner.adapt(steps=list(steps), statistics="batch", **named), strict=True):
         suffix = "" if number == steps[0] else f"_{number}"
         values |= _net_scores(net, test, metric, parts, suffix)
     if getattr(learner, "has_batch_norm", False):
-        values |= _net_scores(learner.adapt(steps=steps[0], statistics="task"), test, metric, parts, "_task")
+        values |= _net_scores(learner.adapt(steps=steps[0], statistics="task", **named), test, metric, parts, "_task")
     numbers = torch.stack([value.double() for value in values.values()]).tolist()
     return dict(zip(values, numbers, strict=True))
 
