@@ -1,0 +1,376 @@
+"""A durable sequence of records in a SQLite file that detects every record that is damaged or missing.
+
+A record is a string of bytes with a number, from 1. Its checksum covers the record and the checksum before it. After a
+kill, SQLite recovers its write-ahead log, but it takes a damaged frame in that log for the end: all later commits
+disappear, and `PRAGMA integrity_check` reports no error. The file `journal.mark` therefore states, outside SQLite, the
+number and the checksum of the last record written.
+
+Records are stored in pieces of at most 500 bytes, because SQLite starts a new page for a row that does not fit the rest
+of the current one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import sqlite3
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from metaleader.system.files import sync_folder
+
+FORMAT = 1
+NAME, MARK = "journal.sqlite", "journal.mark"
+_PAGE, _PIECE = 8192, 500
+# Piece p of record n is the row n * 2**24 + p.
+_PIECES = 24
+# A record begins with its length and checksum. The mark is the number and the checksum of a record, and a checksum.
+_HEAD, _MARK = struct.Struct("<I8s"), struct.Struct("<Q8s8s")
+_START = bytes(8)
+_LARGE_GAP = 1_000_000
+
+
+class Record(NamedTuple):
+    """A record as it was read.
+
+    Attributes:
+        number: its number.
+        content: its bytes, or None if it is damaged or missing.
+    """
+
+    number: int
+    content: bytes | None
+
+
+class Journal:
+    """The journal of a folder. Its methods may be called from several threads.
+
+    Args:
+        folder: the folder, which exists. A journal is created in it if there is none.
+        repair: accept a journal that ends before the last record written.
+        readonly: only read; another process may write at the same time.
+
+    Attributes:
+        first: the number of the first record.
+        last: the number of the last record; `first - 1` if there is none.
+
+    Raises:
+        ValueError: if the file is not a journal, is of a newer format, or ends before the last record written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, repair: bool = False, readonly: bool = False) -> None:
+        self.path, self._mark_path = Path(folder) / NAME, Path(folder) / MARK
+        self._lock = threading.Lock()
+        self._failure: str | None = None
+        # The mark exists before the journal, so that a journal without a mark has lost it.
+        if not readonly and not self.path.exists() and not self._mark_path.exists():
+            self._mark_path.write_bytes(_packed_mark(0, _START))
+        self._connection = _connect(self.path, readonly)
+        self._mark: int | None = None
+        try:
+            if not readonly:
+                self._mark = os.open(self._mark_path, os.O_RDWR | os.O_CREAT, 0o666)
+                sync_folder(self.path.parent)
+            self._open(repair, readonly)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, repair: bool, readonly: bool) -> None:
+        # Another process may write between the two: the mark is read first.
+        try:
+            marked, checksum = self._read_mark()
+        except ValueError:
+            if not repair:
+                raise
+            marked, checksum = 0, _START
+        try:
+            _check_format(self._connection, self.path, readonly)
+            self.first, self.last = self._ends(repair)
+            self._chain = self._checksum(self.last) or _START
+            at_mark = self._checksum(marked)
+        except sqlite3.DatabaseError as error:
+            if not repair:
+                raise ValueError(f"{self.path} is damaged ({error}); {_REMEDY}") from error
+            self.first, self.last, self._chain, at_mark = 1, marked, _START, None
+        if repair:
+            self.last = max(self.last, marked)
+        elif self.last < marked:
+            raise ValueError(
+                f"{self.path} is damaged: it ends at record {self.last}, but record {marked} was written; {_REMEDY}"
+            )
+        elif marked >= self.first and at_mark != checksum:
+            raise ValueError(f"{self.path} is damaged: record {marked} is not the one that was written; {_REMEDY}")
+
+    def _ends(self, repair: bool) -> tuple[int, int]:
+        """The numbers of the first and the last record."""
+        if not repair:
+            first, last = self._connection.execute("SELECT min(id), max(id) FROM journal").fetchone()
+            return (1, 0) if first is None else (first >> _PIECES, last >> _PIECES)
+        # Damage may change the number of a row. The records are the longest run without a large gap.
+        numbers: list[int] = []
+        with contextlib.suppress(sqlite3.DatabaseError):  # the rest is unreadable; the mark states the last record
+            numbers += (n for (n,) in self._connection.execute("SELECT DISTINCT id >> ? FROM journal", (_PIECES,)))
+        numbers = sorted(n for n in numbers if n > 0)
+        gaps = [i for i in range(1, len(numbers)) if numbers[i] - numbers[i - 1] > _LARGE_GAP]
+        runs = [numbers[start:stop] for start, stop in zip([0, *gaps], [*gaps, len(numbers)], strict=True)]
+        run = max(runs, key=len)
+        return (run[0], run[-1]) if run else (1, 0)
+
+    def append(self, contents: Iterable[bytes]) -> int:
+        """Write records in one transaction; they are on disk when this returns.
+
+        Returns:
+            The number of the last record.
+
+        Raises:
+            OSError: if the disk is full or fails. If it is full, none of the records is written.
+        """
+        with self._lock:
+            return self._write(contents, replace=False)
+
+    def replace(self, contents: Iterable[bytes]) -> int:
+        """Write records in one transaction and delete all earlier ones, whose bytes are overwritten; numbers continue.
+
+        Returns:
+            The number of the last record.
+        """
+        with self._lock:
+            before = self.last
+            last = self._write(contents, replace=True)
+            self.first = before + 1
+            self._truncate_log()
+            return last
+
+    def read(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Read the records from a number on, as pairs of number and content.
+
+        Raises:
+            ValueError: at the first record that is damaged or missing.
+        """
+        for number, content in self._scan(start, salvage=False):
+            if content is None:
+                raise ValueError(f"{self.path} is damaged: record {number} of {self.last} is not intact; {_REMEDY}")
+            yield number, content
+
+    def salvage(self, start: int = 0) -> Iterator[Record]:
+        """Read the records from a number on, also past damaged and missing ones."""
+        return self._scan(start, salvage=True)
+
+    def get(self, number: int) -> bytes:
+        """Read one record.
+
+        Raises:
+            ValueError: if it is damaged or missing.
+        """
+        with self._lock:
+            return next(self.read(number))[1]
+
+    def sync(self) -> None:
+        """Flush the mark to disk; without it, a power failure may leave an older mark."""
+        assert self._mark is not None
+        os.fsync(self._mark)
+
+    def backup(self, path: str | os.PathLike[str]) -> int:
+        """Write a copy into a folder while the journal is in use; returns the number of its last record."""
+        source, target = _connect(self.path, readonly=True), sqlite3.connect(Path(path) / NAME)
+        try:
+            source.backup(target)
+        finally:
+            target.close()
+            source.close()
+        with open(Path(path) / NAME, "rb") as file:
+            os.fsync(file.fileno())
+        # A mark of 0 accepts the copy at whatever record it ends.
+        (Path(path) / MARK).write_bytes(_packed_mark(0, _START))
+        copy = Journal(path)
+        try:
+            copy._write_mark()
+            copy.sync()
+            return copy.last
+        finally:
+            copy.close()
+
+    @property
+    def bytes(self) -> int:
+        """The size on disk, write-ahead log included."""
+        files = [self.path, self.path.with_name(f"{NAME}-wal")]
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def close(self) -> None:
+        """Close the files."""
+        self._connection.close()
+        if self._mark is not None:
+            os.close(self._mark)
+            self._mark = None
+
+    # Writing.
+
+    def _write(self, contents: Iterable[bytes], replace: bool) -> int:
+        if self._failure is not None:
+            raise OSError(
+                errno.EIO, f"{self.path} could not be written before ({self._failure}); close it and open it again"
+            )
+        number, chain, rows = self.last, _START if replace else self._chain, []
+        for content in contents:
+            number += 1
+            chain = _check(chain, number, content)
+            data = _HEAD.pack(len(content), chain) + content
+            rows += [
+                ((number << _PIECES) + p, data[start : start + _PIECE])
+                for p, start in enumerate(range(0, len(data), _PIECE))
+            ]
+        run = self._connection.execute
+        try:
+            run("BEGIN IMMEDIATE")
+            if replace:
+                run("DELETE FROM journal")
+            self._connection.executemany("INSERT INTO journal VALUES (?, ?)", rows)
+            run("COMMIT")
+            self.last, self._chain = number, chain
+            self._write_mark()
+        except BaseException as error:
+            self._roll_back(error)
+            if not isinstance(error, sqlite3.Error):
+                raise
+            raise OSError(
+                _ERRNO.get(error.sqlite_errorcode & 0xFF, errno.EIO),
+                f"cannot write {self.path} ({error}); free some space if the disk is full",
+            ) from error
+        return number
+
+    def _roll_back(self, error: BaseException) -> None:
+        """Undo a transaction; after other errors than a full disk, the content is known only on opening it again."""
+        code = error.sqlite_errorcode & 0xFF if isinstance(error, sqlite3.Error) else None
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        except sqlite3.Error:
+            code = None
+        if code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY):
+            self._failure = str(error) or type(error).__name__
+
+    def _write_mark(self) -> None:
+        assert self._mark is not None
+        os.pwrite(self._mark, _packed_mark(self.last, self._chain), 0)
+
+    def _truncate_log(self) -> None:
+        """Move the write-ahead log into the file, so that no old page remains in it."""
+        busy, *_ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if busy:
+            raise OSError(errno.EBUSY, f"{self.path} is being read by another process; try again when it has finished")
+
+    # Reading.
+
+    def _scan(self, start: int, salvage: bool) -> Iterator[Record]:
+        number, last = max(start, self.first), self.last
+        before = [_START if number == self.first else self._checksum(number - 1)]
+        for found, data in self._stored(number, last, salvage):
+            if found < number:  # a row with a damaged number
+                continue
+            while number < found:
+                yield Record(number, None)
+                number, before = number + 1, []
+            stored, content = _parsed(data)
+            checks = [_check(one, number, content) for one in before if one is not None and content is not None]
+            yield Record(number, content if stored in checks else None)
+            # After a damaged record, the checksum stored in it may be intact, or its content.
+            number, before = number + 1, [stored, *checks]
+        while number <= last:
+            yield Record(number, None)
+            number += 1
+
+    def _stored(self, start: int, stop: int, salvage: bool) -> Iterator[tuple[int, bytes]]:
+        """The stored bytes of the records from `start` to `stop`, up to the first unreadable one or without those."""
+        number = start
+        try:
+            for number, data in self._query(start, stop):
+                yield number, data
+                number += 1
+        except sqlite3.DatabaseError:
+            # SQLite cannot read on: try each of the rest.
+            for single in range(number, stop + 1) if salvage else ():
+                with contextlib.suppress(sqlite3.DatabaseError):
+                    yield from self._query(single, single)
+
+    def _query(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        rows = self._connection.execute(
+            "SELECT id >> ?, bytes FROM journal WHERE id >= ? AND id < ? ORDER BY id",
+            (_PIECES, start << _PIECES, (stop + 1) << _PIECES),
+        )
+        for number, pieces in groupby(rows, lambda row: row[0]):
+            # A flipped bit may change the type of a value.
+            yield number, b"".join(piece for _, piece in pieces if isinstance(piece, bytes))
+
+    def _checksum(self, number: int) -> bytes | None:
+        """The checksum stored in a record."""
+        row = self._connection.execute("SELECT bytes FROM journal WHERE id = ?", (number << _PIECES,)).fetchone()
+        return _parsed(row[0])[0] if row is not None and isinstance(row[0], bytes) else None
+
+    def _read_mark(self) -> tuple[int, bytes]:
+        stored = self._mark_path.read_bytes()
+        if len(stored) == _MARK.size:
+            number, checksum, _ = _MARK.unpack(stored)
+            if stored == _packed_mark(number, checksum):
+                return number, checksum
+        raise ValueError(f"{self._mark_path} is damaged, so that a loss of records could not be seen; {_REMEDY}")
+
+
+_REMEDY = "restore a backup, or open it with repair=True, which keeps all that is intact"
+_ERRNO = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_BUSY: errno.EBUSY, sqlite3.SQLITE_READONLY: errno.EROFS}
+
+
+def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
+    try:
+        if readonly:
+            connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+        else:
+            connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise OSError(errno.EIO, f"cannot open {path} ({error}); is its folder there and writable?") from error
+    connection.text_factory = bytes
+    return connection
+
+
+def _check_format(connection: sqlite3.Connection, path: Path, readonly: bool) -> None:
+    """Configure a journal; create the table of a new one."""
+    run = connection.execute
+    ((version,),) = run("PRAGMA user_version")
+    tables = [name for (name,) in run("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    if version > FORMAT:
+        raise ValueError(f"{path} has format {version}, this release reads up to {FORMAT}; upgrade metaleader")
+    if (version == 0 and (tables or readonly)) or (version > 0 and tables != [b"journal"]):
+        raise ValueError(f"{path} is not a journal of metaleader; choose another folder")
+    if readonly:
+        return
+    # The first two are fixed when the file is created.
+    for setting in (f"page_size = {_PAGE}", "auto_vacuum = FULL", "journal_mode = WAL", "synchronous = FULL"):
+        run(f"PRAGMA {setting}").fetchall()
+    run("PRAGMA secure_delete = ON").fetchall()
+    if version == 0:
+        run("BEGIN IMMEDIATE")
+        run("CREATE TABLE journal (id INTEGER PRIMARY KEY, bytes BLOB)")
+        run(f"PRAGMA user_version = {FORMAT}")
+        run("COMMIT")
+
+
+def _check(before: bytes, number: int, content: bytes) -> bytes:
+    return hashlib.blake2b(before + number.to_bytes(8, "little") + content, digest_size=8).digest()
+
+
+def _packed_mark(number: int, checksum: bytes) -> bytes:
+    return _MARK.pack(number, checksum, _check(checksum, number, b"mark"))
+
+
+def _parsed(data: bytes) -> tuple[bytes | None, bytes | None]:
+    """The checksum and the content of a stored record; None for those that cannot be read."""
+    if len(data) < _HEAD.size:
+        return None, None
+    length, checksum = _HEAD.unpack_from(data)
+    return checksum, data[_HEAD.size :] if len(data) == _HEAD.size + length else None
