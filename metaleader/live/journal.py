@@ -30,9 +30,9 @@ NAME, MARK = "journal.sqlite", "journal.mark"
 _PAGE, _PIECE = 8192, 500
 # Piece p of record n is the row n * 2**24 + p.
 _PIECES = 24
-# A record begins with its length and checksum. The mark is the number and the checksum of a record, and a checksum.
-_HEAD, _MARK = struct.Struct("<I8s"), struct.Struct("<Q8s8s")
-_START = bytes(8)
+# A record begins with its checksum. The mark is the number and the checksum of a record, and a checksum of both.
+_CHECK, _MARK = 8, struct.Struct("<Q8s8s")
+_START = bytes(_CHECK)
 _LARGE_GAP = 1_000_000
 
 
@@ -221,7 +221,7 @@ class Journal:
         for content in contents:
             number += 1
             chain = _check(chain, number, content)
-            data = _HEAD.pack(len(content), chain) + content
+            data = chain + content
             rows += [
                 ((number << _PIECES) + p, data[start : start + _PIECE])
                 for p, start in enumerate(range(0, len(data), _PIECE))
@@ -361,7 +361,7 @@ def _check_format(connection: sqlite3.Connection, path: Path, readonly: bool) ->
 
 
 def _check(before: bytes, number: int, content: bytes) -> bytes:
-    return hashlib.blake2b(before + number.to_bytes(8, "little") + content, digest_size=8).digest()
+    return hashlib.blake2b(before + number.to_bytes(8, "little") + content, digest_size=_CHECK).digest()
 
 
 def _packed_mark(number: int, checksum: bytes) -> bytes:
@@ -370,7 +370,4 @@ def _packed_mark(number: int, checksum: bytes) -> bytes:
 
 def _parsed(data: bytes) -> tuple[bytes | None, bytes | None]:
     """The checksum and the content of a stored record; None for those that cannot be read."""
-    if len(data) < _HEAD.size:
-        return None, None
-    length, checksum = _HEAD.unpack_from(data)
-    return checksum, data[_HEAD.size :] if len(data) == _HEAD.size + length else None
+    return (data[:_CHECK], data[_CHECK:]) if len(data) >= _CHECK else (None, None)

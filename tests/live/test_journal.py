@@ -16,7 +16,7 @@ from metaleader.live.journal import MARK, NAME, Journal
 
 def contents(count, seed=0):
     draw = random.Random(seed)
-    return [draw.randbytes(draw.choice([0, 1, 30, 488, 489, 1000, 5000])) for _ in range(count)]
+    return [draw.randbytes(draw.choice([0, 1, 30, 492, 493, 1000, 5000])) for _ in range(count)]
 
 
 @pytest.fixture
