@@ -12,7 +12,7 @@ from metaleader.learners.optimizer import State
 from metaleader.learners.options import initial_module
 from metaleader.memory.by_class import ClassBuffer
 from metaleader.memory.by_task import TaskBuffer
-from metaleader.tasks import Tree, check_alike
+from metaleader.tasks import Batch, Tree, check_alike
 
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
@@ -34,24 +34,30 @@ def begin(learner: Learner, name: str, classes: Sequence[int] | None) -> None:
         learner.memory, learner.state, learner.round, learner.task = memory, state, learner.round + 1, name
 
 
-def observe(
-    learner: Learner, x: Tree, y: Tree, task: str | None, ids: Sequence[int] | Tensor | None, update: bool
-) -> None:
-    """The body of `Learner.observe`."""
+def checked_batch(learner: Learner, x: Tree, y: Tree, task: str | None) -> Batch:
+    """Datapoints as `observe` stores them; those that it refuses raise a ValueError."""
     if task is None and learner.task is None:
         raise ValueError("observe before begin: call begin(name) to open a task first, or pass task=name")
     if task is not None and learner.definition.restarts:
         raise ValueError(f"{type(learner).__name__} trains on the current task alone: call begin(name), not task=")
+    batch = batch_of(learner, x, y, "observe")
+    stored = learner.memory.store.data
+    if stored is not None:
+        check_alike(batch, stored, "observe")
+    learner.network.check(learner.params, batch, "observe")
+    adaptation = learner.definition.objective.adaptation
+    if adaptation is not None and stored is None:
+        adaptation.check_data(learner.network, learner.layout.named(learner.state.flat), batch)
+    return batch
+
+
+def observe(
+    learner: Learner, x: Tree, y: Tree, task: str | None, ids: Sequence[int] | Tensor | None, update: bool
+) -> None:
+    """The body of `Learner.observe`."""
     locks = learner.locks
     with locks.changing:
-        batch = batch_of(learner, x, y, "observe")
-        stored = learner.memory.store.data
-        if stored is not None:
-            check_alike(batch, stored, "observe")
-        learner.network.check(learner.params, batch, "observe")
-        adaptation = learner.definition.objective.adaptation
-        if adaptation is not None and stored is None:
-            adaptation.check_data(learner.network, learner.layout.named(learner.state.flat), batch)
+        batch = checked_batch(learner, x, y, task)
         with locks.reading:
             mark, state = learner.memory.mark(), learner.state
         try:

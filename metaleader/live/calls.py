@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metaleader.tasks import Tree, num_rows
 
-_SETTINGS, _STATE, _SCHEMA, _OBSERVE, _PREDICT, _UPDATE, _RELEASE = range(1, 8)
-# Added to the kind of an observation
-_HAS_KEY, _UPDATES = 0x80, 0x40
+Updates = Literal["none", "now", "later"]
+
+_SETTINGS, _STATE, _SCHEMA, _OBSERVE, _PREDICT, _UPDATE, _ASIDE = range(1, 8)
+# Added to the kind of an observation: whether it has a key, and its updates
+_HAS_KEY = 0x80
+_UPDATES: dict[Updates, int] = {"none": 0, "now": 0x20, "later": 0x40}
+_FLAGS = 0xE0
 _KEY = 16
 
 
@@ -43,14 +47,14 @@ class Observe(NamedTuple):
         x: inputs.
         y: targets.
         key: the digest of the call's key, or None.
-        updates: whether the learner then takes its updates.
+        updates: the updates after it: "none", "now", as part of this call, or "later", as records of their own.
     """
 
     task: str
     x: Tree
     y: Tree
     key: bytes | None
-    updates: bool
+    updates: Updates
 
 
 class Predict(NamedTuple):
@@ -79,21 +83,33 @@ class Update(NamedTuple):
     steps: int
 
 
-class Release(NamedTuple):
-    """A task that was set aside is drawn again."""
+class Aside(NamedTuple):
+    """A task is set aside, so that updates do not draw it; without a reason, it is drawn again."""
 
     task: str
+    reason: str | None
 
 
-Call = Settings | State | Observe | Predict | Update | Release
+Call = Settings | State | Observe | Predict | Update | Aside
 
 
 class Codec:
-    """Calls as bytes. One codec reads or writes all records of a journal, in order, because it numbers the schemas."""
+    """Calls as bytes.
 
-    def __init__(self) -> None:
+    Args:
+        schemas: the descriptions of tensors known so far, by number.
+    """
+
+    def __init__(self, schemas: Mapping[int, str] | None = None) -> None:
+        self._schemas: dict[int, dict[str, Any]] = {}
         self._numbers: dict[str, int] = {}
-        self._schemas: list[dict[str, Any]] = []
+        for number, text in (schemas or {}).items():
+            self._learn(number, text)
+
+    @property
+    def schemas(self) -> dict[int, str]:
+        """The descriptions of tensors, by number."""
+        return {number: text for text, number in self._numbers.items()}
 
     def encode(self, call: Call) -> list[bytes]:
         """The records of a call: its schema if that is new, and the call."""
@@ -104,10 +120,10 @@ class Codec:
                 return [bytes([_STATE]) + tree]
             case Update(step, steps):
                 return [bytes([_UPDATE]) + _integer(step) + _integer(steps)]
-            case Release(task):
-                return [bytes([_RELEASE]) + task.encode()]
+            case Aside(task, reason):
+                return [bytes([_ASIDE]) + json.dumps([task, reason]).encode()]
             case Observe(task, x, y, key, updates):
-                kind = _OBSERVE | (_HAS_KEY if key else 0) | (_UPDATES if updates else 0)
+                kind = _OBSERVE | (_HAS_KEY if key else 0) | _UPDATES[updates]
                 return self._with_schema(kind, key or b"", task, {"x": x, "y": y})
             case Predict(task, x, key):
                 return self._with_schema(_PREDICT, key, task, {"x": x})
@@ -117,8 +133,9 @@ class Codec:
         text, name = json.dumps(_described(tree, tensors)), task.encode()
         records = []
         if text not in self._numbers:
-            self._learn(text)
-            records.append(bytes([_SCHEMA]) + text.encode())
+            number = len(self._numbers)
+            self._learn(number, text)
+            records.append(bytes([_SCHEMA]) + _integer(number) + text.encode())
         head = bytes([kind]) + key + _integer(self._numbers[text]) + _integer(num_rows(tree))
         return [*records, b"".join((head, _integer(len(name)), name, *map(_bytes, tensors)))]
 
@@ -126,29 +143,31 @@ class Codec:
         """The call of a record; None for a schema.
 
         Raises:
-            ValueError: for a record that this release does not know.
+            ValueError: for a record that this release does not know, or of an unknown schema.
         """
         kind, body = content[0] if content else 0, memoryview(content)[1:]
-        match kind & ~(_HAS_KEY | _UPDATES):
-            case 1:
-                return Settings(json.loads(bytes(body)))
-            case 2:
-                return State(bytes(body))
-            case 3:
-                self._learn(bytes(body).decode())
-                return None
-            case 4:
-                key, task, tree = self._parts(body, bool(kind & _HAS_KEY))
-                return Observe(task, tree["x"], tree["y"], key, bool(kind & _UPDATES))
-            case 5:
-                key, task, tree = self._parts(body, True)
-                assert key is not None
-                return Predict(task, tree["x"], key)
-            case 6:
-                step, at = _read_integer(body, 0)
-                return Update(step, _read_integer(body, at)[0])
-            case 7:
-                return Release(bytes(body).decode())
+        flags, kind = kind & _FLAGS, kind & ~_FLAGS
+        if kind == _SETTINGS:
+            return Settings(json.loads(bytes(body)))
+        if kind == _STATE:
+            return State(bytes(body))
+        if kind == _SCHEMA:
+            number, at = _read_integer(body, 0)
+            self._learn(number, bytes(body[at:]).decode())
+            return None
+        if kind == _OBSERVE:
+            key, task, tree = self._parts(body, bool(flags & _HAS_KEY))
+            updates: Updates = next(name for name, flag in _UPDATES.items() if flag == flags & ~_HAS_KEY)
+            return Observe(task, tree["x"], tree["y"], key, updates)
+        if kind == _PREDICT:
+            key, task, tree = self._parts(body, True)
+            assert key is not None
+            return Predict(task, tree["x"], key)
+        if kind == _UPDATE:
+            step, at = _read_integer(body, 0)
+            return Update(step, _read_integer(body, at)[0])
+        if kind == _ASIDE:
+            return Aside(*json.loads(bytes(body)))
         raise ValueError(f"a record of the journal is of kind {kind}, which this release does not know; upgrade")
 
     def _parts(self, body: memoryview, has_key: bool) -> tuple[bytes | None, str, dict[str, Tree]]:
@@ -158,14 +177,25 @@ class Codec:
         rows, at = _read_integer(body, at)
         length, at = _read_integer(body, at)
         task, data = bytes(body[at : at + length]).decode(), body[at + length :]
+        if schema not in self._schemas:
+            raise ValueError(f"the description of the tensors of a record of task {task!r} is missing")
         tree, end = _restored(self._schemas[schema], rows, data, 0)
         if end != len(data):
             raise ValueError(f"a record of task {task!r} holds {len(data)} bytes of data, its schema says {end}")
         return key, task, tree
 
-    def _learn(self, text: str) -> None:
-        self._numbers[text] = len(self._schemas)
-        self._schemas.append(json.loads(text))
+    def _learn(self, number: int, text: str) -> None:
+        self._numbers[text], self._schemas[number] = number, json.loads(text)
+
+
+def fingerprint(call: Observe | Predict) -> bytes:
+    """A digest of a task and of data, which tells whether a key was used for the same call before."""
+    tensors: list[Tensor] = []
+    described = _described([call.x, call.y] if isinstance(call, Observe) else [call.x], tensors)
+    content = hashlib.blake2b(json.dumps([call.task, described]).encode(), digest_size=8)
+    for tensor in tensors:
+        content.update(_bytes(tensor))
+    return content.digest()
 
 
 def digest(kind: str, key: str) -> bytes:

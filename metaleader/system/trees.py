@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from metaleader.system.files import write_atomic
@@ -41,11 +41,27 @@ def save_tree(path: str | os.PathLike[str], tree: dict[str, Any], kind: str, ver
     """
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_take_tensors(tree, "", tensors))
+    try:
+        content = _encoded(text, tensors, kind, version)
+    except ValueError as error:
+        raise ValueError(f"cannot save {path}: {error}; use fewer or shorter names") from error
+    write_atomic(path, *content, check=_check_file)
+
+
+def tree_to_bytes(tree: dict[str, Any], kind: str, version: int) -> bytes:
+    """The content of the file that `save_tree` writes."""
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_take_tensors(tree, "", tensors))
+    return b"".join(_encoded(text, tensors, kind, version))
+
+
+def _encoded(text: str, tensors: dict[str, Tensor], kind: str, version: int) -> tuple[bytes, memoryview]:
+    """The content of a file, in two pieces."""
     metadata = {"format": kind, "version": str(version), "layout": _LAYOUT, "tree": text, "sha256": _NO_DIGEST.decode()}
     try:
         content = save(tensors, metadata=metadata)
     except SafetensorError as error:
-        raise ValueError(f"cannot save {path}: {error}; use fewer or shorter names") from error
+        raise ValueError(str(error)) from error
     length = int.from_bytes(content[:8], "little")
     # safetensors writes the metadata in any order.
     header = json.loads(content[8 : 8 + length])
@@ -55,15 +71,14 @@ def save_tree(path: str | os.PathLike[str], tree: dict[str, Any], kind: str, ver
     plain += b" " * (-len(plain) % 8)
     if len(plain) > _HEADER_LIMIT:
         raise ValueError(
-            f"cannot save {path}: the names and plain values take {len(plain)} bytes, a safetensors file has room for"
-            f" {_HEADER_LIMIT}; use fewer or shorter names"
+            f"the names and plain values take {len(plain)} bytes, a safetensors file has room for {_HEADER_LIMIT}"
         )
     data = memoryview(content)[8 + length :]
     start = len(plain).to_bytes(8, "little")
     digest = hashlib.sha256(start + plain)
     digest.update(data)
     plain = plain.replace(_DIGEST_KEY + _NO_DIGEST, _DIGEST_KEY + digest.hexdigest().encode(), 1)
-    write_atomic(path, start + plain, data, check=_check_file)
+    return start + plain, data
 
 
 def _check_file(path: Path) -> None:
@@ -116,23 +131,49 @@ def load_tree(path: str | os.PathLike[str], kind: str, version: int) -> dict[str
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is truncated or not a safetensors file ({error}); use an intact copy") from error
+    plain, layout = _header(metadata, str(path), kind, version)
+    problem = _problem(path, metadata) if layout == int(_LAYOUT) else _problem_of_first_layout(metadata, tensors)
+    if problem is not None:
+        raise ValueError(f"{path} is damaged: {problem}; use an intact copy")
+    return _tree(plain, tensors, str(path))
+
+
+def tree_from_bytes(content: bytes, where: str, kind: str, version: int) -> dict[str, Any]:
+    """Decode the content of a file, without comparing its digest; `where` begins error messages.
+
+    Raises:
+        ValueError: if the content is truncated, of another format or of a newer version.
+    """
+    try:
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        tensors = load(content)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{where} is truncated or not in the safetensors format ({error})") from error
+    return _tree(_header(header.get("__metadata__", {}), where, kind, version)[0], tensors, where)
+
+
+def _header(metadata: dict[str, str], where: str, kind: str, version: int) -> tuple[Any, int]:
+    """The plain values of a tree, and the layout of its file."""
     if metadata.get("format") != kind:
-        raise ValueError(f"{path} is not a {kind} file: its format is {metadata.get('format')!r}")
+        raise ValueError(f"{where} is not a {kind} file: its format is {metadata.get('format')!r}")
     try:
         file_version, layout = int(metadata["version"]), int(metadata.get("layout", 1))
         plain = json.loads(metadata["tree"])
     except (KeyError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
+        raise ValueError(f"{where} has a damaged header ({error!r}); use an intact copy") from error
     if file_version > version or layout > int(_LAYOUT):
         raise ValueError(
-            f"{path} has version {file_version} of the {kind} format, this release reads up to {version}; upgrade"
+            f"{where} has version {file_version} of the {kind} format, this release reads up to {version}; upgrade"
         )
-    problem = _problem(path, metadata) if layout == int(_LAYOUT) else _problem_of_first_layout(metadata, tensors)
-    if problem is not None or file_version < 1:
-        raise ValueError(f"{path} is damaged: {problem or f'version {file_version}'}; use an intact copy")
-    tree = _put_tensors(plain, tensors, path)
+    if file_version < 1:
+        raise ValueError(f"{where} is damaged: version {file_version}; use an intact copy")
+    return plain, layout
+
+
+def _tree(plain: Any, tensors: dict[str, Tensor], where: str) -> dict[str, Any]:
+    tree = _put_tensors(plain, tensors, where)
     if not isinstance(tree, dict):
-        raise ValueError(f"{path} has a damaged header (no dict at its root); use an intact copy")
+        raise ValueError(f"{where} has a damaged header (no dict at its root); use an intact copy")
     return tree
 
 
@@ -191,23 +232,23 @@ def _store(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
     return name
 
 
-def _put_tensors(plain: Any, tensors: dict[str, Tensor], path: Path) -> Any:
+def _put_tensors(plain: Any, tensors: dict[str, Tensor], where: str) -> Any:
     """Invert `_take_tensors`."""
     try:
         ((kind, content),) = plain.items()
         if kind == "tensor":
             return tensors[content]
         if kind == "dict":
-            return {key: _put_tensors(value, tensors, path) for key, value in content.items()}
+            return {key: _put_tensors(value, tensors, where) for key, value in content.items()}
         if kind == "json":
             return json.loads(tensors[content].numpy().tobytes())
         if kind in ("list", "tuple"):
-            items = [_put_tensors(value, tensors, path) for value in content]
+            items = [_put_tensors(value, tensors, where) for value in content]
             return items if kind == "list" else tuple(items)
         if kind == "value":
             return content
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, ValueError) and "damaged" in str(error):
             raise
-        raise ValueError(f"{path} has a damaged header ({error!r}); use an intact copy") from error
-    raise ValueError(f"{path} has a damaged header (unknown node {kind!r}); use an intact copy")
+        raise ValueError(f"{where} has a damaged header ({error!r}); use an intact copy") from error
+    raise ValueError(f"{where} has a damaged header (unknown node {kind!r}); use an intact copy")
