@@ -53,7 +53,7 @@ def memory_of_state(memory: Memory, state: Mapping[str, Any], device: torch.devi
 
 def save_learner(learner: Learner, path: str | os.PathLike[str]) -> None:
     """Write a learner's file: `Learner.save`."""
-    hyperparameters = _subclass_settings(learner) | learner.options.plain()
+    hyperparameters = subclass_settings(learner) | learner.options.plain()
     functions = [name for name in _CALLABLES if callable(hyperparameters.get(name))]
     for name in functions:
         del hyperparameters[name]
@@ -66,7 +66,7 @@ def save_learner(learner: Learner, path: str | os.PathLike[str]) -> None:
     save_tree(path, tree | {"loss": loss, "state": learner.state_dict()}, _FILE, _FILE_VERSION)
 
 
-def _subclass_settings(learner: Learner) -> dict[str, Any]:
+def subclass_settings(learner: Learner) -> dict[str, Any]:
     """The constructor arguments of a user's subclass that the learner stores as attributes of the same name."""
     settings = {}
     options = learner.options.plain()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -97,19 +97,19 @@ class Codec:
     """Calls as bytes.
 
     Args:
-        schemas: the descriptions of tensors known so far, by number.
+        schemas: the descriptions of tensors known so far, in the order of their numbers.
     """
 
-    def __init__(self, schemas: Mapping[int, str] | None = None) -> None:
+    def __init__(self, schemas: Iterable[str] = ()) -> None:
         self._schemas: dict[int, dict[str, Any]] = {}
         self._numbers: dict[str, int] = {}
-        for number, text in (schemas or {}).items():
+        for number, text in enumerate(schemas):
             self._learn(number, text)
 
     @property
-    def schemas(self) -> dict[int, str]:
-        """The descriptions of tensors, by number."""
-        return {number: text for text, number in self._numbers.items()}
+    def schemas(self) -> list[str]:
+        """The descriptions of tensors, in the order of their numbers."""
+        return sorted(self._numbers, key=self._numbers.__getitem__)
 
     def encode(self, call: Call) -> list[bytes]:
         """The records of a call: its schema if that is new, and the call."""

@@ -53,6 +53,7 @@ class Journal:
 
     Args:
         folder: the folder, which exists. A journal is created in it if there is none.
+        first: the number of the first record of a new journal.
         repair: accept a journal that ends before the last record written.
         readonly: only read; another process may write at the same time.
 
@@ -64,9 +65,11 @@ class Journal:
         ValueError: if the file is not a journal, is of a newer format, or ends before the last record written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, repair: bool = False, readonly: bool = False) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, first: int = 1, repair: bool = False, readonly: bool = False
+    ) -> None:
         self.path, self._mark_path = Path(folder) / NAME, Path(folder) / MARK
-        self._lock = threading.Lock()
+        self._lock, self._start = threading.Lock(), first
         self._failure: str | None = None
         # The mark exists before the journal, so that a journal without a mark has lost it.
         if not readonly and not self.path.exists() and not self._mark_path.exists():
@@ -97,22 +100,22 @@ class Journal:
             at_mark = self._checksum(marked)
         except sqlite3.DatabaseError as error:
             if not repair:
-                raise ValueError(f"{self.path} is damaged ({error}); {_REMEDY}") from error
+                raise ValueError(f"{self.path} is damaged ({error}); {REMEDY}") from error
             self.first, self.last, self._chain, at_mark = 1, marked, _START, None
         if repair:
             self.last = max(self.last, marked)
         elif self.last < marked:
             raise ValueError(
-                f"{self.path} is damaged: it ends at record {self.last}, but record {marked} was written; {_REMEDY}"
+                f"{self.path} is damaged: it ends at record {self.last}, but record {marked} was written; {REMEDY}"
             )
         elif marked >= self.first and at_mark != checksum:
-            raise ValueError(f"{self.path} is damaged: record {marked} is not the one that was written; {_REMEDY}")
+            raise ValueError(f"{self.path} is damaged: record {marked} is not the one that was written; {REMEDY}")
 
     def _ends(self, repair: bool) -> tuple[int, int]:
         """The numbers of the first and the last record."""
         if not repair:
             first, last = self._connection.execute("SELECT min(id), max(id) FROM journal").fetchone()
-            return (1, 0) if first is None else (first >> _PIECES, last >> _PIECES)
+            return (self._start, self._start - 1) if first is None else (first >> _PIECES, last >> _PIECES)
         # Damage may change the number of a row. The records are the longest run without a large gap.
         numbers: list[int] = []
         with contextlib.suppress(sqlite3.DatabaseError):  # the rest is unreadable; the mark states the last record
@@ -156,7 +159,7 @@ class Journal:
         """
         for number, content in self._scan(start, salvage=False):
             if content is None:
-                raise ValueError(f"{self.path} is damaged: record {number} of {self.last} is not intact; {_REMEDY}")
+                raise ValueError(f"{self.path} is damaged: record {number} of {self.last} is not intact; {REMEDY}")
             yield number, content
 
     def salvage(self, start: int = 0) -> Iterator[Record]:
@@ -217,43 +220,47 @@ class Journal:
             raise OSError(
                 errno.EIO, f"{self.path} could not be written before ({self._failure}); close it and open it again"
             )
-        number, chain, rows = self.last, _START if replace else self._chain, []
-        for content in contents:
-            number += 1
-            chain = _check(chain, number, content)
-            data = chain + content
-            rows += [
-                ((number << _PIECES) + p, data[start : start + _PIECE])
-                for p, start in enumerate(range(0, len(data), _PIECE))
-            ]
+        number, chain = self.last, _START if replace else self._chain
+
+        def rows() -> Iterator[tuple[int, bytes]]:
+            nonlocal number, chain
+            for content in contents:
+                number += 1
+                chain = _check(chain, number, content)
+                data = chain + content
+                for piece, start in enumerate(range(0, len(data), _PIECE)):
+                    yield (number << _PIECES) + piece, data[start : start + _PIECE]
+
         run = self._connection.execute
         try:
             run("BEGIN IMMEDIATE")
             if replace:
                 run("DELETE FROM journal")
-            self._connection.executemany("INSERT INTO journal VALUES (?, ?)", rows)
+            self._connection.executemany("INSERT INTO journal VALUES (?, ?)", rows())
             run("COMMIT")
             self.last, self._chain = number, chain
             self._write_mark()
         except BaseException as error:
-            self._roll_back(error)
-            if not isinstance(error, sqlite3.Error):
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF if isinstance(error, sqlite3.Error) else None
+            self._roll_back(error, code)
+            if code is None:
                 raise
             raise OSError(
-                _ERRNO.get(error.sqlite_errorcode & 0xFF, errno.EIO),
-                f"cannot write {self.path} ({error}); free some space if the disk is full",
+                _ERRNO.get(code, errno.EIO), f"cannot write {self.path} ({error}); free some space if the disk is full"
             ) from error
         return number
 
-    def _roll_back(self, error: BaseException) -> None:
-        """Undo a transaction; after other errors than a full disk, the content is known only on opening it again."""
-        code = error.sqlite_errorcode & 0xFF if isinstance(error, sqlite3.Error) else None
+    def _roll_back(self, error: BaseException, code: int | None) -> None:
+        """Undo a transaction. Where that is not certain, refuse to write until the journal is opened again."""
+        certain = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY)
         try:
             if self._connection.in_transaction:
+                # An error of the caller's own, before the commit.
+                certain = certain or code is None
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error:
-            code = None
-        if code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY):
+            certain = False
+        if not certain:
             self._failure = str(error) or type(error).__name__
 
     def _write_mark(self) -> None:
@@ -319,10 +326,10 @@ class Journal:
             number, checksum, _ = _MARK.unpack(stored)
             if stored == _packed_mark(number, checksum):
                 return number, checksum
-        raise ValueError(f"{self._mark_path} is damaged, so that a loss of records could not be seen; {_REMEDY}")
+        raise ValueError(f"{self._mark_path} is damaged, so that a loss of records could not be seen; {REMEDY}")
 
 
-_REMEDY = "restore a backup, or open it with repair=True, which keeps all that is intact"
+REMEDY = "restore a backup, or open it with repair=True, which keeps all that is intact"
 _ERRNO = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_BUSY: errno.EBUSY, sqlite3.SQLITE_READONLY: errno.EROFS}
 
 

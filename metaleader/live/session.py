@@ -1,0 +1,307 @@
+"""A learner that lives in a folder: every call that returned survives the end of its process."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from metaleader.learners.inputs import inputs_of
+from metaleader.learners.learner import Learner
+from metaleader.learners.observation import checked_batch
+from metaleader.live import checkpoints
+from metaleader.live.calls import Codec, Observe, Predict, Updates, digest, fingerprint
+from metaleader.live.recovery import first_records, open_folder, predictions_of
+from metaleader.live.repair import repair_journal
+from metaleader.live.updater import Updater
+from metaleader.live.writer import Writer
+from metaleader.system.files import make_folder, sync_folder, write_atomic
+from metaleader.system.lock import FolderLock
+from metaleader.tasks import Tree
+
+_MODES: dict[Literal["background", "inline"], Updates] = {"background": "later", "inline": "now"}
+
+
+class Session:
+    """A learner that lives in a folder. A call that returned is on disk, and is never lost or made twice.
+
+    Opening the folder again continues from the same state, bit for bit, also after a kill at any moment. Methods may be
+    called from several threads; their effect is that of calls made one after the other. One process at a time can open
+    a folder.
+
+    Args:
+        folder: the folder; it is created if there is none.
+        factory: builds the learner, with the same settings each time; data that it has is taken over into a new folder.
+        updates: "background": `observe` returns when the data is on disk, and a thread makes the updates; "inline":
+            each `observe` makes its updates before it returns.
+        share: the part of the time in which background updates run, above 0 and at most 1.
+        keys: the number of keys that are remembered, those of the latest calls.
+        predictions: the number of predictions that can be given a label later, the latest.
+        repair: if the folder is damaged, continue from everything that is intact. A warning names what is lost.
+
+    Raises:
+        ValueError: if another process has opened the folder, its settings differ from those of the learner, or it is
+            damaged.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        factory: Callable[[], Learner],
+        *,
+        updates: Literal["background", "inline"] = "background",
+        share: float = 0.5,
+        keys: int = 100_000,
+        predictions: int = 100_000,
+        repair: bool = False,
+    ) -> None:
+        if updates not in _MODES:
+            raise ValueError(f"updates must be one of {', '.join(_MODES)}; got {updates!r}")
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {share}")
+        for name, value in (("keys", keys), ("predictions", predictions)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+        self.folder = Path(folder)
+        self._mode: Updates = _MODES[updates]
+        self._process, self._closed = os.getpid(), False
+        self._lock = _locked(self.folder)
+        try:
+            if repair:
+                repair_journal(self.folder, _built(factory), keys, predictions)
+            opened = open_folder(self.folder, _built(factory), keys, predictions, repair)
+        except BaseException:
+            self._lock.close()
+            raise
+        self._journal, self._ledger = opened.journal, opened.ledger
+        self._writer = Writer(opened.journal, opened.codec, opened.ledger, lambda: self._updater.wake())
+        self._updater = Updater(self.folder, opened, self._writer, share)
+        atexit.register(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def learner(self) -> Learner:
+        """The learner; change it by the methods of the session only, since other changes are not recorded."""
+        return self._ledger.learner
+
+    def observe(self, x: Tree, y: Tree, *, task: str, key: str | None = None, update: bool = True) -> bool:
+        """Store datapoints of a task; they are on disk when this returns.
+
+        Args:
+            x: inputs, as for `Learner.observe`.
+            y: targets.
+            task: the name of the task.
+            key: a name for this call. Calling again with the same key and data has no effect, so that a call whose
+                outcome is unknown can be repeated.
+            update: False makes no updates for these datapoints.
+
+        Returns:
+            True; False if the key was used before.
+
+        Raises:
+            ValueError: for data that the learner refuses, or a key that was used for other data.
+            OSError: if the journal cannot be written; on a full disk nothing has changed.
+        """
+        self._check()
+        return self._observe(x, y, str(task), None if key is None else digest("key", str(key)), update)
+
+    def label(self, prediction: str, y: Tree) -> bool:
+        """Give the targets of a prediction, which is then an observation of its task.
+
+        Args:
+            prediction: the name that `predict` was called with.
+            y: targets, one row per row of the prediction.
+
+        Returns:
+            True; False if the prediction has its targets already.
+
+        Raises:
+            ValueError: if there is no such prediction, or the learner refuses the targets.
+        """
+        self._check()
+        key = digest("prediction", str(prediction))
+        call = self._writer.run(lambda: self._waiting(key))
+        if call is not None:
+            return self._observe(call.x, y, call.task, key, True)
+        if key in self._ledger.keys:
+            return False
+        raise ValueError(
+            f"no prediction {prediction!r} waits for its targets: call predict(..., name={prediction!r}) first"
+            f" (the latest {self._ledger.max_waiting} are remembered)"
+        )
+
+    def _observe(self, x: Tree, y: Tree, task: str, key: bytes | None, update: bool) -> bool:
+        batch = checked_batch(self.learner, x, y, task)
+        updates: Updates = self._mode if update else "none"
+        return self._writer.submit(Observe(task, batch.x, batch.y, key, updates))
+
+    def predict(self, x: Tree, task: str, *, variance: bool = False, name: str | None = None) -> Any:
+        """Predictions of the net adapted to all data of a task, from the newest parameters.
+
+        Args:
+            x: inputs, one row per datapoint.
+            task: the name of the task.
+            variance: also return the predictive variance, as `Learner.predict`.
+            name: a name for this prediction, to give its targets later by `label`. The inputs are then on disk when
+                this returns.
+
+        Returns:
+            The predictions, or with `variance` the pair of predictions and variances.
+
+        Raises:
+            ValueError: for a task without data, inputs that the model refuses, or a name that was used for others.
+        """
+        self._check()
+        prediction = self.learner.predict(x, task=str(task), variance=variance)
+        if name is not None:
+            key = digest("prediction", str(name))
+            call = Predict(str(task), inputs_of(self.learner, x, "predict"), key)
+            before = self._writer.run(lambda: self._waiting(key))
+            if before is not None and fingerprint(before) != fingerprint(call):
+                raise ValueError(f"the name {name!r} was used for another prediction; use one name per prediction")
+            if before is None and key not in self._ledger.keys:
+                self._writer.submit(call)
+        return prediction
+
+    def predict_many(self, xs: Mapping[str, Tree]) -> dict[str, Any]:
+        """Predictions for several tasks at once, as `Learner.predict_many`."""
+        self._check()
+        return self.learner.predict_many(xs)
+
+    def _waiting(self, key: bytes) -> Predict | None:
+        number = self._ledger.waiting.get(key)
+        call = self._writer.codec.decode(self._journal.get(number)) if number is not None else None
+        return call if isinstance(call, Predict) else None
+
+    def forget(self, task: str) -> None:
+        """Delete all data of a task for good: from memory, and from the files, which are written anew.
+
+        What updates have learned from the data stays in the parameters. Backups made before keep the data.
+
+        Raises:
+            ValueError: for a task without data.
+            OSError: if the disk has no room for the new files; nothing has changed then.
+        """
+        self._check()
+        with self._updater.paused():
+            self._writer.run(lambda: self._forget(str(task)))
+
+    def _forget(self, task: str) -> None:
+        ledger, codec = self._ledger, Codec()
+        kept = [call for call in predictions_of(ledger, self._journal, self._writer.codec) if call.task != task]
+        needed, free = 3 * self._journal.bytes, shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise OSError(
+                errno.ENOSPC, f"forget needs {needed} bytes on the disk of {self.folder}, {free} are free; free some"
+            )
+        ledger.learner.forget(task)
+        try:
+            ledger.refused = []
+            self._journal.replace(first_records(ledger, codec, self._journal.last + 1, kept))
+            self._writer.codec = codec
+            for path in checkpoints.paths(self.folder):
+                path.unlink()
+            sync_folder(self.folder)
+        except BaseException as error:
+            # The learner has forgotten the task, but the files may not have.
+            self._writer.failure = error
+            raise
+        self._updater.checkpoint = ledger.number
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the updates for all data so far are made; False if `timeout` seconds are not enough."""
+        self._check()
+        return self._updater.wait(timeout)
+
+    def status(self) -> dict[str, Any]:
+        """The state of the session, as plain values.
+
+        Returns:
+            `tasks` and `datapoints` in memory; `step`, the number of updates made; `updates_due`; `behind`, the number
+            of observations since the last update began; `update_error`, why the last update failed, or None; `record`,
+            the number of the last record of the journal; `journal_lag`, the number of calls that are not written yet;
+            `checkpoint`, the last record that the newest checkpoint includes; `keys` and `predictions` remembered;
+            `bytes` on disk.
+        """
+        self._check()
+        tasks = self.learner.tasks
+        return {
+            "folder": str(self.folder),
+            "tasks": len(tasks),
+            "datapoints": sum(tasks.values()),
+            "step": self.learner.step,
+            "updates_due": self._ledger.due,
+            "behind": self._ledger.behind,
+            "update_error": self._updater.error,
+            "record": self._journal.last,
+            "journal_lag": self._writer.num_waiting,
+            "checkpoint": self._updater.checkpoint,
+            "keys": len(self._ledger.keys),
+            "predictions": len(self._ledger.waiting),
+            "bytes": sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file()),
+        }
+
+    def backup(self, path: str | os.PathLike[str]) -> None:
+        """Write a copy of the folder, while the session is in use; `Session(path, factory)` opens it.
+
+        Args:
+            path: a new or empty folder.
+        """
+        self._check()
+        target = Path(path)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ValueError(f"{target} exists; name a new folder for the backup")
+        make_folder(target)
+        with self._updater.paused():
+            # The checkpoint first: the journal then includes all that the checkpoint does.
+            for file in checkpoints.paths(self.folder)[:1]:
+                write_atomic(target / file.name, file.read_bytes())
+            self._journal.backup(target)
+        sync_folder(target)
+
+    def close(self) -> None:
+        """Write a checkpoint and close the files; later calls are refused. A second call has no effect."""
+        if self._closed or self._process != os.getpid():
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            self._updater.close()
+        finally:
+            self._writer.close()
+            self._journal.close()
+            self._lock.close()
+
+    def _check(self) -> None:
+        if self._process != os.getpid():
+            raise ValueError(f"the session of {self.folder} belongs to process {self._process}, which forked this one")
+        if self._closed:
+            raise ValueError(f"the session of {self.folder} is closed; open the folder again")
+
+
+def _locked(folder: Path) -> FolderLock:
+    try:
+        make_folder(folder)
+        return FolderLock(folder)
+    except BlockingIOError as error:
+        raise ValueError(f"{folder} is in use by another session; close it, or stop its process") from error
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write the folder {folder} ({error.strerror}); choose another") from error
+
+
+def _built(factory: Callable[[], Learner]) -> Learner:
+    learner = factory()
+    if not isinstance(learner, Learner):
+        raise ValueError(
+            f"the factory must return a learner, as in Session(folder, lambda: FTML(...)); got {type(learner).__name__}"
+        )
+    return learner

@@ -1,0 +1,88 @@
+"""Updates of a learner while data arrives: an update uses the data of the moment at which it began."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from metaleader.learners.learner import Learner
+from metaleader.learners.locks import Locks
+from metaleader.learners.optimizer import State
+from metaleader.tasks import Batch
+
+
+class Gathered(NamedTuple):
+    """The datapoints of a draw, in place of their row numbers.
+
+    Attributes:
+        support: (steps, tasks, support, ...).
+        query: (steps, tasks, query, ...).
+        classes: (steps, tasks, n) the global class behind each label of a task (n-way), or None.
+    """
+
+    support: Batch
+    query: Batch
+    classes: Tensor | None
+
+    def at(self, step: int | slice) -> Gathered:
+        """Those of one step, or of a slice of steps."""
+        return tree_map(lambda leaf: None if leaf is None else leaf[step], self)
+
+
+class Drawn:
+    """A memory whose only draw is made, and whose datapoints are copied, when it is built."""
+
+    def __init__(self, learner: Learner, numbers: range) -> None:
+        self._memory, options, definition = learner.memory, learner.options, learner.definition
+        sizes = options.tasks_per_step, definition.support, options.query
+        draw = learner.memory.draw(options.seed, numbers, *sizes, definition.which) if numbers else None
+        self._gathered = None if draw is None else Gathered(*learner.memory.gather(draw), draw.classes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+    def draw(self, *_: Any) -> Gathered | None:
+        """The draw; None if there is nothing to draw from."""
+        return self._gathered
+
+    def gather(self, draw: Gathered) -> tuple[Batch, Batch]:
+        """The support and query batches of a draw."""
+        return draw.support, draw.query
+
+
+class PreparedUpdate:
+    """Some updates of a learner on the data that it has now; data that arrives before `run` has no effect on them.
+
+    Args:
+        learner: the learner, which is not changed.
+        steps: the number of updates, as for `Learner.update`.
+
+    Raises:
+        ValueError: if there is no distribution to draw tasks from.
+    """
+
+    def __init__(self, learner: Learner, steps: int) -> None:
+        self._steps = steps
+        if type(learner).update is not Learner.update:
+            # A method of the user's own may use the memory in any way: it is called while no data arrives.
+            learner.update(steps)
+            self._view, self._steps = learner, None
+            return
+        with learner.locks.reading:
+            self._view = copy.copy(learner)
+            self._view.locks = Locks()
+            first, number = learner.step, steps * learner.definition.updates_per_step
+            self._view.memory = Drawn(learner, range(first, first + number))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def run(self) -> State:
+        """Take the updates; returns the state after them.
+
+        Raises:
+            ValueError: if a loss or gradient is not finite.
+        """
+        if self._steps is not None:
+            self._view.update(self._steps)
+        return self._view.state

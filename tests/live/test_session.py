@@ -1,0 +1,490 @@
+"""Sessions: the learner's verbs, made durable."""
+
+import logging
+import os
+import re
+import shutil
+import threading
+
+import pytest
+import torch
+from sessions import ROWS, batch, calls, make, plain_learner, same_state
+
+from metaleader import losses, models
+from metaleader.learners import FTML, TOE, Scratch
+from metaleader.live.calls import Observe
+from metaleader.live.session import Session
+
+
+@pytest.fixture(params=["background", "inline"])
+def mode(request):
+    return request.param
+
+
+def filled(folder, mode="inline", tasks=4, calls=10, **settings):
+    session = Session(folder, make, updates=mode, share=1.0, **settings)
+    for i in range(calls):
+        session.observe(*batch(i), task=f"customer {i % tasks}", key=f"event {i}")
+    assert session.wait(60)
+    return session
+
+
+def test_a_closed_session_continues(tmp_path, mode):
+    session = filled(tmp_path / "a", mode)
+    before, step = session.learner.state_dict(), session.learner.step
+    predicted = session.predict(batch(99)[0], "customer 1")
+    session.close()
+    with Session(tmp_path / "a", make, updates=mode) as session:
+        assert session.learner.step == step >= 2
+        assert same_state(session.learner, plain_learner_of(before))
+        assert torch.equal(session.predict(batch(99)[0], "customer 1"), predicted)
+        assert session.learner.tasks == {"customer 0": 9, "customer 1": 9, "customer 2": 6, "customer 3": 6}
+
+
+def plain_learner_of(state):
+    learner = make()
+    learner.load_state_dict(state)
+    return learner
+
+
+def test_inline_updates_are_those_of_the_learner(tmp_path):
+    learner = make()
+    with filled(tmp_path / "a") as session:
+        for i in range(10):
+            learner.observe(*batch(i), task=f"customer {i % 4}")
+        assert same_state(session.learner, learner)
+        assert torch.equal(session.predict(batch(9)[0], "customer 2"), learner.predict(batch(9)[0], "customer 2"))
+
+
+def test_a_folder_without_checkpoints_replays_its_journal(tmp_path, mode):
+    with filled(tmp_path / "a", mode) as session:
+        state = session.learner.state_dict()
+        shutil.copytree(tmp_path / "a", tmp_path / "killed")
+    assert not list((tmp_path / "killed").glob("checkpoint*"))
+    with Session(tmp_path / "killed", make) as session:
+        assert same_state(session.learner, plain_learner_of(state))
+    assert same_state(plain_learner(tmp_path / "killed"), plain_learner_of(state))
+
+
+def test_updates_after_a_checkpoint_are_made_again(tmp_path, mode):
+    filled(tmp_path / "a", mode).close()
+    with Session(tmp_path / "a", make, updates=mode) as session:
+        assert session.status()["checkpoint"] == session.status()["record"]
+        for i in range(10, 14):
+            session.observe(*batch(i), task=f"customer {i % 5}")
+        session.wait()
+        state = session.learner.state_dict()
+        shutil.copytree(tmp_path / "a", tmp_path / "killed")
+    assert len(list((tmp_path / "killed").glob("checkpoint*"))) == 1
+    with Session(tmp_path / "killed", make) as session:
+        assert same_state(session.learner, plain_learner_of(state))
+
+
+def test_a_key_makes_a_call_once(tmp_path, mode):
+    with Session(tmp_path / "a", make, updates=mode) as session:
+        assert session.observe(*batch(1), task="a", key="event 1") is True
+        assert session.observe(*batch(1), task="a", key="event 1") is False
+        with pytest.raises(ValueError, match="used before, for other data"):
+            session.observe(*batch(2), task="a", key="event 1")
+        with pytest.raises(ValueError, match="used before, for other data"):
+            session.observe(*batch(1), task="b", key="event 1")
+        assert session.observe(*batch(1), task="a") is True
+        assert session.learner.tasks == {"a": 2 * ROWS}
+    with Session(tmp_path / "a", make) as session:
+        assert session.observe(*batch(1), task="a", key="event 1") is False
+
+
+def test_the_latest_keys_are_remembered(tmp_path):
+    with Session(tmp_path / "a", make, keys=2) as session:
+        for i in range(3):
+            session.observe(*batch(i), task="a", key=f"event {i}")
+        assert session.observe(*batch(2), task="a", key="event 2") is False
+        assert session.observe(*batch(0), task="a", key="event 0") is True
+
+
+def test_a_key_that_arrives_twice_at_once(tmp_path):
+    with Session(tmp_path / "a", make) as session:
+        results = []
+        threads = [
+            threading.Thread(target=lambda: results.append(session.observe(*batch(1), task="a", key="event 1")))
+            for _ in range(8)
+        ]
+        _run(threads)
+        assert sorted(results) == [False] * 7 + [True]
+        assert session.learner.tasks == {"a": ROWS}
+
+
+def _run(threads):
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_labels_come_later(tmp_path, mode):
+    folder = tmp_path / "a"
+    with filled(folder, mode) as session:
+        x, y = batch(20)
+        assert torch.equal(session.predict(x, "customer 1", name="order 55"), session.predict(x, "customer 1"))
+        session.predict(x, "customer 1", name="order 55")  # repeated: the same prediction
+        with pytest.raises(ValueError, match="name 'order 55' was used for another prediction"):
+            session.predict(x + 1, "customer 1", name="order 55")
+        shutil.copytree(folder, tmp_path / "killed")
+    with Session(tmp_path / "killed", make, updates=mode) as session:
+        assert session.status()["predictions"] == 1
+        with pytest.raises(ValueError, match="no prediction 'order 56' waits .*the latest 100000"):
+            session.label("order 56", y)
+        with pytest.raises(ValueError, match="rows"):
+            session.label("order 55", y[:2])
+        assert session.label("order 55", y) is True
+        assert session.label("order 55", y) is False
+        assert session.learner.tasks["customer 1"] == 4 * ROWS
+        assert session.status()["predictions"] == 0
+        session.predict(x, "customer 1", name="order 55")
+        assert session.status()["predictions"] == 0
+    (*_, last) = [call for call in calls(tmp_path / "killed") if isinstance(call, Observe)]
+    assert torch.equal(last.x, x)
+    assert torch.equal(last.y, y)
+
+
+def test_predictions_of_many_tasks(tmp_path):
+    with filled(tmp_path / "a") as session:
+        xs = {f"customer {i}": batch(i)[0] for i in range(3)}
+        for name, y in session.predict_many(xs).items():
+            assert torch.allclose(y, session.predict(xs[name], name), atol=1e-5)
+
+
+def test_a_forgotten_task_is_nowhere(tmp_path, mode):
+    folder = tmp_path / "a"
+    secret = torch.full((3, 2), 12345.678), torch.full((3, 1), 0.5)
+    with filled(folder, mode) as session:
+        session.observe(*secret, task="secret name", update=False, key="secret key")
+        session.predict(secret[0] * 0, "secret name", name="secret prediction")
+        session.predict(batch(0)[0], "customer 1", name="kept prediction")
+        session._updater.write_checkpoint()
+        assert _holds(folder, b"secret name", secret[0])
+        params = session.learner.params
+        session.forget("secret name")
+        assert not _holds(folder, b"secret name", secret[0])
+        assert "secret name" not in session.learner.tasks
+        with pytest.raises(ValueError, match="no data of task 'secret name'"):
+            session.forget("secret name")
+        with pytest.raises(ValueError, match="no prediction 'secret prediction'"):
+            session.label("secret prediction", secret[1])
+        session.observe(*batch(50), task="customer 1")
+        session.wait()
+        state = session.learner.state_dict()
+        shutil.copytree(folder, tmp_path / "killed")
+    assert params.keys() == state["params"].keys()
+    with Session(tmp_path / "killed", make, updates=mode) as session:
+        from sessions import differences
+        assert differences(session.learner.state_dict(), state, "") == []
+        assert session.observe(*batch(3), task="customer 3", key="event 3") is False
+        assert session.label("kept prediction", batch(0)[1]) is True
+    assert not _holds(tmp_path / "killed", b"secret name", secret[0])
+
+
+def _holds(folder, name, x):
+    data = b"".join(path.read_bytes() for path in folder.iterdir() if path.is_file())
+    return name in data or x[0, :1].numpy().tobytes() * 2 in data
+
+
+def test_forgetting_needs_room(tmp_path, monkeypatch):
+    with filled(tmp_path / "a") as session:
+        before = session.learner.state_dict()
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda _: os.terminal_size((0, 0)) and _Usage())
+            with pytest.raises(OSError, match="forget needs .* bytes .*, 7 are free"):
+                session.forget("customer 1")
+        assert same_state(session.learner, plain_learner_of(before))
+        session.forget("customer 1")
+
+
+class _Usage:
+    free = 7
+
+
+def test_what_the_learner_refuses_changes_nothing(tmp_path, mode):
+    with filled(tmp_path / "a", mode) as session:
+        session._updater.write_checkpoint()
+        state, record = session.learner.state_dict(), session.status()["record"]
+        x, y = batch(0)
+        for bad in ((x * torch.nan, y), (x[:, :1], y), (x[:2], y), (x[:0], y[:0]), ("text", y)):
+            with pytest.raises(ValueError):  # noqa: PT011 - the messages are the learner's
+                session.observe(*bad, task="customer 1", key="bad")
+        with pytest.raises(ValueError, match="no data of task 'nobody'"):
+            session.predict(x, "nobody")
+        assert session.status()["record"] == record
+        assert same_state(session.learner, plain_learner_of(state))
+        assert session.observe(x, y, task="customer 1", key="bad") is True
+
+
+def test_a_call_that_is_refused_after_it_was_written(tmp_path):
+    """Two first observations of different shapes, which are checked before either is stored."""
+    folder = tmp_path / "a"
+
+    def make_any():
+        model = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(1))  # noqa: E731
+        del model
+        return make()
+
+    with Session(folder, make_any) as session:
+        x, y = batch(0)
+        calls = [Observe("a", x, y, None, "later"), Observe("b", x.double(), y, None, "later")]
+        session._writer.submit(calls[0])
+        with pytest.raises(ValueError, match="earlier datapoints have"):
+            session._writer.submit(calls[1])
+        session.observe(x, y, task="c")
+        session.wait()
+        state = session.learner.state_dict()
+        shutil.copytree(folder, tmp_path / "killed")
+    for path in (folder, tmp_path / "killed"):
+        with Session(path, make) as session:
+            assert same_state(session.learner, plain_learner_of(state))
+            assert set(session.learner.tasks) == {"a", "c"}
+
+
+def test_eight_threads_call_everything(tmp_path, mode):
+    """The final state is that of the calls made one after the other, in the order of the journal."""
+    folder, errors = tmp_path / "a", []
+    session = filled(folder, mode, share=1.0) if False else filled(folder, mode)
+
+    def work(t):
+        try:
+            for i in range(6):
+                number = 1000 * t + i
+                session.observe(*batch(number), task=f"customer {number % 5}", key=f"event {number}")
+                x = batch(number)[0]
+                assert session.predict(x, f"customer {number % 5}").isfinite().all()
+                session.predict_many({"customer 0": x, "customer 1": x})
+                session.predict(x, "customer 1", name=f"prediction {number}")
+                session.label(f"prediction {number}", batch(number)[1])
+                session.status()
+                if t == 0 and i == 3:
+                    session.observe(*batch(1), task="gone")
+                    session.forget("gone")
+        except BaseException as error:
+            errors.append(error)
+
+    _run([threading.Thread(target=work, args=(t,)) for t in range(1, 9)])
+    assert errors == []
+    session.wait()
+    state = session.learner.state_dict()
+    assert sum(session.learner.tasks.values()) == (10 + 8 * 6 * 2) * ROWS
+    session.close()
+    assert same_state(plain_learner(folder), plain_learner_of(state))
+    with Session(folder, make) as session:
+        assert same_state(session.learner, plain_learner_of(state))
+
+
+def test_predictions_are_answered_during_an_update(tmp_path, monkeypatch):
+    """From the parameters before it, and with data that arrives meanwhile."""
+    with filled(tmp_path / "a") as session:
+        session.close()
+    running, go_on = threading.Event(), threading.Event()
+    original = FTML.update
+
+    class Slow(FTML):
+        pass
+
+    with Session(tmp_path / "b", make, share=1.0) as session:
+        session.observe(*batch(0), task="a")
+        session.wait()
+        before, step = session.predict(batch(5)[0], "a"), session.learner.step
+
+        def slow(self, steps=None):
+            running.set()
+            assert go_on.wait(60)
+            original(self, steps)
+
+        monkeypatch.setattr(FTML, "update", slow)
+        monkeypatch.setattr("metaleader.learners.learner.Learner.update", slow)
+        session.observe(*batch(1), task="b")
+        assert running.wait(60)
+        assert torch.equal(session.predict(batch(5)[0], "a"), before)
+        session.observe(*batch(2), task="a")
+        assert not torch.equal(session.predict(batch(5)[0], "a"), before)
+        assert session.status()["behind"] == 1
+        assert session.learner.step == step
+        go_on.set()
+        assert session.wait(60)
+        assert session.learner.step > step
+        state = session.learner.state_dict()
+    monkeypatch.undo()
+    assert same_state(plain_learner(tmp_path / "b"), plain_learner_of(state))
+
+
+def test_other_settings_are_refused(tmp_path):
+    filled(tmp_path / "a").close()
+    others = {
+        r"inner_lr is 0.01 in the folder and 0.02 here": lambda: make(inner_lr=0.02),
+        r"weights is None in the folder and \[.* here": lambda: make(weights=lambda n: [1.0] * n),
+        r"learner is 'FTML' in the folder and 'TOE' here": lambda: TOE(
+            models.mlp(2, 1, (6,)), losses.squared_error, meta_steps=2, tasks_per_step=3, query=2
+        ),
+        r"loss is 'squared_error' in the folder and 'absolute' here": lambda: _with_loss(),
+        r"layer head is None .*parameter linear0.bias is .* 6\] in the folder and .* 7\] here": lambda: FTML(
+            models.mlp(2, 1, (7, 3)), losses.squared_error, inner_lr=0.01, inner_steps=2, meta_steps=2
+        ),
+    }
+    for message, factory in others.items():
+        with pytest.raises(ValueError, match=message.split(" .*")[0] if "layer" in message else message):
+            Session(tmp_path / "a", factory)
+    with pytest.raises(ValueError, match="the factory must return a learner, .*got NoneType"):
+        Session(tmp_path / "a", lambda: None)  # pyright: ignore[reportArgumentType]
+    Session(tmp_path / "a", make).close()
+
+
+def _with_loss():
+    def absolute(prediction, target):
+        return (prediction - target).abs().mean(-1)
+
+    absolute.__qualname__ = "absolute"
+    return FTML(
+        models.mlp(2, 1, (6,)),
+        absolute,
+        inner_lr=0.01,
+        inner_steps=2,
+        meta_steps=2,
+        tasks_per_step=3,
+        support=2,
+        query=2,
+    )
+
+
+def test_a_learner_with_data_is_taken_over(tmp_path):
+    learner = make()
+    for i in range(4):
+        learner.observe(*batch(i), task=f"customer {i % 2}")
+    learner.save(tmp_path / "leader.safetensors")
+    load = lambda: FTML.load(tmp_path / "leader.safetensors", models.mlp(2, 1, (6,)), losses.squared_error)  # noqa: E731
+    with Session(tmp_path / "a", load, updates="inline") as session:
+        assert same_state(session.learner, learner)
+        session.observe(*batch(9), task="customer 1")
+    learner.observe(*batch(9), task="customer 1")
+    (tmp_path / "leader.safetensors").unlink()
+    with Session(tmp_path / "a", make) as session:
+        assert same_state(session.learner, learner)
+
+
+def test_a_second_session_is_refused(tmp_path):
+    with filled(tmp_path / "a"), pytest.raises(ValueError, match="in use by another session"):
+        Session(tmp_path / "a", make)
+    session = Session(tmp_path / "a", make)
+    child = os.fork()
+    if child == 0:
+        codes = []
+        for call in (lambda: session.observe(*batch(0), task="a"), session.status):
+            try:
+                call()
+            except ValueError as error:
+                codes.append(0 if "belongs to process" in str(error) else 1)
+        session.close()  # has no effect
+        os._exit(0 if codes == [0, 0] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert session.observe(*batch(0), task="a") is True
+    session.close()
+
+
+def test_a_closed_session_refuses_calls(tmp_path):
+    session = filled(tmp_path / "a")
+    session.close()
+    session.close()
+    for call in (
+        lambda: session.observe(*batch(0), task="a"),
+        lambda: session.predict(batch(0)[0], "customer 1"),
+        lambda: session.forget("customer 1"),
+        session.status,
+    ):
+        with pytest.raises(ValueError, match="is closed; open the folder again"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"updates": "sometimes"}, "updates must be one of background, inline"),
+        ({"share": 0}, "share must be above 0 and at most 1, got 0"),
+        ({"share": 1.5}, "share must be"),
+        ({"keys": -1}, "keys must be an integer of at least 0, got -1"),
+        ({"predictions": 0.5}, "predictions must be an integer"),
+    ],
+)
+def test_bad_arguments(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Session(tmp_path / "a", make, **arguments)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_backup_can_be_opened(tmp_path, mode):
+    with filled(tmp_path / "a", mode) as session:
+        session._updater.write_checkpoint()
+        session.observe(*batch(30), task="customer 1")
+        session.wait()
+        session.backup(tmp_path / "backup")
+        state = session.learner.state_dict()
+        session.observe(*batch(31), task="customer 1")
+        with pytest.raises(ValueError, match="backup exists; name a new folder"):
+            session.backup(tmp_path / "backup")
+    with Session(tmp_path / "backup", make) as session:
+        assert same_state(session.learner, plain_learner_of(state))
+
+
+def test_an_update_that_fails_is_not_made(tmp_path, caplog):
+    """The data is kept, and predictions go on from the parameters before."""
+    make_clipped = lambda: make(meta_lr=0.1)  # noqa: E731
+    with Session(tmp_path / "a", make_clipped, share=1.0) as session, caplog.at_level(logging.WARNING):
+        session.observe(*batch(0), task="a")
+        session.wait()
+        before = session.learner.state_dict()
+        x, y = batch(1)
+        session.observe(x * 1e18, y * 1e30, task="bad")
+        session.wait()
+        if session.status()["update_error"] is None:
+            pytest.skip("the draw did not contain the task")
+        assert "not finite" in session.status()["update_error"]
+        assert same_params(session.learner, before)
+        state = session.learner.state_dict()
+        shutil.copytree(tmp_path / "a", tmp_path / "killed")
+    with Session(tmp_path / "killed", make_clipped) as session:
+        session.close()
+        assert same_state(session.learner, _loaded(make_clipped(), state))
+
+
+def _loaded(learner, state):
+    learner.load_state_dict(state)
+    return learner
+
+
+def same_params(learner, state):
+    return all(torch.equal(value, state["params"][name]) for name, value in learner.params.items())
+
+
+def test_learners_that_need_rounds_are_refused(tmp_path):
+    make_scratch = lambda: Scratch(lambda: models.mlp(2, 1, (6,)), losses.squared_error)  # noqa: E731
+    with Session(tmp_path / "a", make_scratch) as session, pytest.raises(ValueError, match="call begin"):
+        session.observe(*batch(0), task="a")
+
+
+def test_methods_of_a_users_own_are_called(tmp_path):
+    class Mine(FTML):
+        def update(self, steps=None):
+            super().update(2 * (self.options.meta_steps if steps is None else steps))
+
+        def observe(self, x, y, *, task=None, ids=None, update=True):
+            super().observe(2 * x, y, task=task, ids=ids, update=update)
+
+    def make_mine():
+        return Mine(lambda: models.mlp(2, 1, (6,)), losses.squared_error, inner_lr=0.01, inner_steps=2, meta_steps=2)
+
+    with Session(tmp_path / "a", make_mine) as session:
+        session.observe(*batch(0), task="a")
+        session.wait()
+        assert session.learner.step == 4
+        data = session.learner.memory.named("a")
+        assert data is not None
+        assert torch.equal(data.x, 2 * batch(0)[0])
+        state = session.learner.state_dict()
+        shutil.copytree(tmp_path / "a", tmp_path / "killed")
+    with Session(tmp_path / "killed", make_mine) as session:
+        assert same_state(session.learner, _loaded(make_mine(), state))
