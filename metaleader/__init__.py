@@ -7,6 +7,7 @@ from metaleader import losses, models, streams
 from metaleader.evaluate import Record, play
 from metaleader.gradient.meta import adapt, meta_gradient
 from metaleader.learners import FTL, FTML, TOE, BayesianHead, Learner, Scratch
+from metaleader.live.session import Session
 from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.rows import recency
 from metaleader.tasks import Batch, Task, TaskStream
@@ -22,6 +23,7 @@ __all__ = [
     "Learner",
     "Record",
     "Scratch",
+    "Session",
     "Task",
     "TaskBuffer",
     "TaskStream",

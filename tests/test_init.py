@@ -12,6 +12,7 @@ def test_public_names():
         "Learner",
         "Record",
         "Scratch",
+        "Session",
         "TOE",
         "Task",
         "TaskBuffer",

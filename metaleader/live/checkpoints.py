@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from metaleader.system.files import load_tree, save_tree, tree_from_bytes, tree_to_bytes
+from metaleader.system.trees import load_tree, save_tree, tree_from_bytes, tree_to_bytes
 
 _KIND, _VERSION = "metaleader-session", 1
 _KEPT = 2
