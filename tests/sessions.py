@@ -4,7 +4,7 @@ import torch
 
 from metaleader import losses, models
 from metaleader.learners import FTML
-from metaleader.live.calls import Codec, Observe, State, Update
+from metaleader.live.calls import Codec, Observe, Readmit, State, Update
 from metaleader.live.checkpoints import decode
 from metaleader.live.journal import Journal
 
@@ -47,8 +47,23 @@ def plain_learner(folder, make=make):
             learner.observe(call.x, call.y, task=call.task, update=call.updates == "now")
         elif isinstance(call, Update):
             assert learner.step == call.step
-            learner.update(call.steps)
+            if call.exclusive or not fails(learner, call.steps):
+                learner.update(call.steps)
+        elif isinstance(call, Readmit):
+            learner.readmit(call.task)
     return learner
+
+
+def fails(learner, steps):
+    """Whether updates fail; they are made by a copy."""
+    copied = make()
+    copied.load_state_dict(learner.state_dict())
+    before = copied.set_aside, copied.skipped
+    try:
+        copied.update(steps)
+    except ValueError:
+        return True
+    return (copied.set_aside, copied.skipped) != before
 
 
 def same_state(learner, other):

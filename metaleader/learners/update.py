@@ -59,7 +59,7 @@ def _update_side_by_side(learners: Sequence[Learner], steps: int | None) -> None
     aside: list[dict[str, str]] = [{} for _ in learners]
     while True:
         pairs = zip(learners, aside, strict=True)
-        draws = [_draw(learner, numbers, names) if numbers else None for learner, names in pairs]
+        draws = [draw_meta_batches(learner, numbers, names) if numbers else None for learner, names in pairs]
         if any(draw is None for draw in draws):
             return
         outer = Outer(lead.rule, lead.definition.objective.layout, before)
@@ -224,7 +224,7 @@ def _check_alike(learners: Sequence[Learner]) -> None:
         raise ValueError("learners side by side must have the same optimizer, meta_lr and clip")
 
 
-def _draw(learner: Learner, numbers: Sequence[int], without: Collection[str] = ()) -> Draw | None:
+def draw_meta_batches(learner: Learner, numbers: Sequence[int], without: Collection[str] = ()) -> Draw | None:
     """Draw the meta-batches of the updates with these numbers; None if there is nothing to draw from."""
     options, definition = learner.options, learner.definition
     sizes = options.tasks_per_step, definition.support, options.query

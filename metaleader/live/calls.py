@@ -19,9 +19,9 @@ from metaleader.tasks import Tree, num_rows
 
 Updates = Literal["none", "now", "later"]
 
-_SETTINGS, _STATE, _SCHEMA, _OBSERVE, _PREDICT, _UPDATE, _ASIDE = range(1, 8)
-# Added to the kind of an observation: whether it has a key, and its updates
-_HAS_KEY = 0x80
+_SETTINGS, _STATE, _SCHEMA, _OBSERVE, _PREDICT, _UPDATE, _READMIT = range(1, 8)
+# Added to the kind of an observation: whether it has a key, and its updates. Added to that of updates: if exclusive.
+_HAS_KEY = _EXCLUSIVE = 0x80
 _UPDATES: dict[Updates, int] = {"none": 0, "now": 0x20, "later": 0x40}
 _FLAGS = 0xE0
 _KEY = 16
@@ -77,20 +77,21 @@ class Update(NamedTuple):
     Attributes:
         step: the number of updates that the learner had made.
         steps: the number of updates to make.
+        exclusive: whether no call is made meanwhile. Otherwise, updates that fail have no effect at all.
     """
 
     step: int
     steps: int
+    exclusive: bool = False
 
 
-class Aside(NamedTuple):
-    """A task is set aside, so that updates do not draw it; without a reason, it is drawn again."""
+class Readmit(NamedTuple):
+    """A task that was set aside is drawn again."""
 
     task: str
-    reason: str | None
 
 
-Call = Settings | State | Observe | Predict | Update | Aside
+Call = Settings | State | Observe | Predict | Update | Readmit
 
 
 class Codec:
@@ -118,10 +119,11 @@ class Codec:
                 return [bytes([_SETTINGS]) + json.dumps(values).encode()]
             case State(tree):
                 return [bytes([_STATE]) + tree]
-            case Update(step, steps):
-                return [bytes([_UPDATE]) + _integer(step) + _integer(steps)]
-            case Aside(task, reason):
-                return [bytes([_ASIDE]) + json.dumps([task, reason]).encode()]
+            case Update(step, steps, exclusive):
+                kind = _UPDATE | (_EXCLUSIVE if exclusive else 0)
+                return [bytes([kind]) + _integer(step) + _integer(steps)]
+            case Readmit(task):
+                return [bytes([_READMIT]) + task.encode()]
             case Observe(task, x, y, key, updates):
                 kind = _OBSERVE | (_HAS_KEY if key else 0) | _UPDATES[updates]
                 return self._with_schema(kind, key or b"", task, {"x": x, "y": y})
@@ -165,9 +167,9 @@ class Codec:
             return Predict(task, tree["x"], key)
         if kind == _UPDATE:
             step, at = _read_integer(body, 0)
-            return Update(step, _read_integer(body, at)[0])
-        if kind == _ASIDE:
-            return Aside(*json.loads(bytes(body)))
+            return Update(step, _read_integer(body, at)[0], bool(flags & _EXCLUSIVE))
+        if kind == _READMIT:
+            return Readmit(bytes(body).decode())
         raise ValueError(f"a record of the journal is of kind {kind}, which this release does not know; upgrade")
 
     def _parts(self, body: memoryview, has_key: bool) -> tuple[bytes | None, str, dict[str, Tree]]:

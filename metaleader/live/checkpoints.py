@@ -50,7 +50,7 @@ def decode(content: bytes, where: str) -> dict[str, Any]:
 
 
 def _checked(state: dict[str, Any], where: str) -> dict[str, Any]:
-    missing = {"number", "due", "behind", "refused", "learner", "schemas"} - state.keys()
+    missing = {"number", "due", "behind", "exclusive", "refused", "learner", "schemas"} - state.keys()
     if missing:
         raise ValueError(f"{where} is not the state of a session: it has no {', '.join(sorted(missing))}")
     return state

@@ -13,8 +13,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from metaleader.learners.learner import Learner
-from metaleader.live.calls import Aside, Call, Observe, Predict, Update, fingerprint
-from metaleader.live.update import PreparedUpdate
+from metaleader.live.calls import Call, Observe, Predict, Readmit, Update, fingerprint
+from metaleader.live.update import FailedUpdate, PreparedUpdate
 from metaleader.tasks import Batch, rows
 
 _KEY, _FINGERPRINT = 16, 8
@@ -36,6 +36,7 @@ class Ledger:
         due: the number of meta-updates to be made.
         behind: the number of observations since the last update began.
         refused: the records that the learner did not accept.
+        exclusive: whether the last update failed.
         seconds: the time taken by updates since the last checkpoint.
     """
 
@@ -47,7 +48,9 @@ class Ledger:
         self.refused: list[int] = []
         self.seconds = 0.0
         self._max_keys, self.max_waiting = keys, predictions
+        self.exclusive = False
         self._has_own_observe = type(learner).observe is not Learner.observe
+        self._has_own_update = type(learner).update is not Learner.update
 
     def is_known(self, call: Call) -> bool:
         """Whether the same call was made before, by its key.
@@ -82,11 +85,20 @@ class Ledger:
         elif isinstance(call, Predict):
             self._wait(number, call)
         elif isinstance(call, Update):
-            self.begin_update(call)
-            with self.timed():
+            self._update(call)
+        elif isinstance(call, Readmit):
+            self.learner.readmit(call.task)
+
+    def _update(self, call: Update) -> None:
+        self.begin_update(call)
+        with self.timed():
+            if call.exclusive:
+                self.learner.update(call.steps)
+                return
+            try:
                 self.learner.state = PreparedUpdate(self.learner, call.steps).run()
-        elif isinstance(call, Aside):
-            raise NotImplementedError
+            except FailedUpdate:
+                self.fail_update(call)
 
     def _observe(self, call: Observe) -> None:
         if call.updates == "now":
@@ -113,7 +125,16 @@ class Ledger:
                 f"record {self.number} begins at update {call.step}, but the learner has made {self.learner.step}: this"
                 " code, or this version of torch, does not repeat what was recorded"
             )
-        self.due, self.behind = max(0, self.due - call.steps), 0
+        self.due, self.behind, self.exclusive = max(0, self.due - call.steps), 0, False
+
+    def fail_update(self, call: Update) -> None:
+        """Count an update as failed. It will be made exclusively, which finds the task that is at fault."""
+        self.due, self.exclusive = max(self.due, call.steps), True
+
+    @property
+    def next_update_is_exclusive(self) -> bool:
+        """Whether no call may be made during the next update: after a failure, and for a user's own `update`."""
+        return self.exclusive or self._has_own_update
 
     def restore(self, number: int, call: Call) -> None:
         """Make a call without its updates, whose result a later checkpoint holds."""
@@ -156,7 +177,13 @@ class Ledger:
 
     def state_dict(self, keys: bool = False) -> dict[str, Any]:
         """Everything but the data and, unless `keys`, the keys, which the journal has."""
-        state = {"number": self.number, "due": self.due, "behind": self.behind, "refused": list(self.refused)}
+        state: dict[str, Any] = {
+            "number": self.number,
+            "due": self.due,
+            "behind": self.behind,
+            "exclusive": self.exclusive,
+        }
+        state["refused"] = list(self.refused)
         if keys:
             joined = b"".join(key + value for key, value in self.keys.items())
             state["keys"] = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else None
@@ -173,7 +200,8 @@ class Ledger:
             stored = {"x": x[0], "y": y[0]} if x else None
             learner_state = {**learner_state, "buffer": {**learner_state["buffer"], "data": stored}}
         self.learner.load_state_dict(learner_state)
-        self.due, self.behind, self.refused = state["due"], state["behind"], list(state["refused"])
+        self.due, self.behind, self.exclusive = state["due"], state["behind"], state["exclusive"]
+        self.refused = list(state["refused"])
         self.load_keys(state)
 
     def load_keys(self, state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from metaleader.learners.inputs import inputs_of
 from metaleader.learners.learner import Learner
 from metaleader.learners.observation import checked_batch
 from metaleader.live import checkpoints
-from metaleader.live.calls import Codec, Observe, Predict, Updates, digest, fingerprint
+from metaleader.live.calls import Codec, Observe, Predict, Readmit, Updates, digest, fingerprint
 from metaleader.live.recovery import first_records, open_folder, predictions_of
 from metaleader.live.repair import repair_journal
 from metaleader.live.updater import Updater
@@ -217,6 +217,13 @@ class Session:
             raise
         self._updater.checkpoint = ledger.number
 
+    def readmit(self, task: str) -> None:
+        """Draw a task again that was set aside, as `Learner.readmit`."""
+        self._check()
+        if str(task) not in self.learner.set_aside:
+            self.learner.readmit(str(task))  # raises the error
+        self._writer.submit(Readmit(str(task)))
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the updates for all data so far are made; False if `timeout` seconds are not enough."""
         self._check()
@@ -226,11 +233,11 @@ class Session:
         """The state of the session, as plain values.
 
         Returns:
-            `tasks` and `datapoints` in memory; `step`, the number of updates made; `updates_due`; `behind`, the number
-            of observations since the last update began; `update_error`, why the last update failed, or None; `record`,
-            the number of the last record of the journal; `journal_lag`, the number of calls that are not written yet;
-            `checkpoint`, the last record that the newest checkpoint includes; `keys` and `predictions` remembered;
-            `bytes` on disk.
+            `tasks` and `datapoints` in memory; `set_aside`, tasks that are not drawn, with the reason; `step`, the
+            number of updates made; `updates_due`; `behind`, the number of observations since the last update began;
+            `update_error`, why the last update failed, or None; `record`, the number of the last record of the journal;
+            `journal_lag`, the number of calls that are not written yet; `checkpoint`, the last record that the newest
+            checkpoint includes; `keys` and `predictions` remembered; `bytes` on disk.
         """
         self._check()
         tasks = self.learner.tasks
@@ -238,6 +245,7 @@ class Session:
             "folder": str(self.folder),
             "tasks": len(tasks),
             "datapoints": sum(tasks.values()),
+            "set_aside": self.learner.set_aside,
             "step": self.learner.step,
             "updates_due": self._ledger.due,
             "behind": self._ledger.behind,

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 from metaleader.learners.learner import Learner
 from metaleader.learners.locks import Locks
 from metaleader.learners.optimizer import State
+from metaleader.learners.update import draw_meta_batches
 from metaleader.tasks import Batch
 
 
@@ -32,13 +33,16 @@ class Gathered(NamedTuple):
         return tree_map(lambda leaf: None if leaf is None else leaf[step], self)
 
 
+class FailedUpdate(Exception):  # noqa: N818
+    """A loss, a gradient or a parameter became not finite."""
+
+
 class Drawn:
     """A memory whose only draw is made, and whose datapoints are copied, when it is built."""
 
     def __init__(self, learner: Learner, numbers: range) -> None:
-        self._memory, options, definition = learner.memory, learner.options, learner.definition
-        sizes = options.tasks_per_step, definition.support, options.query
-        draw = learner.memory.draw(options.seed, numbers, *sizes, definition.which) if numbers else None
+        self._memory = learner.memory
+        draw = draw_meta_batches(learner, numbers) if numbers else None
         self._gathered = None if draw is None else Gathered(*learner.memory.gather(draw), draw.classes)
 
     def __getattr__(self, name: str) -> Any:
@@ -52,6 +56,10 @@ class Drawn:
         """The support and query batches of a draw."""
         return draw.support, draw.query
 
+    def names_drawn(self, *_: Any) -> list[str | None]:
+        """Called after an update failed, to find out which task it was: always raises FailedUpdate."""
+        raise FailedUpdate
+
 
 class PreparedUpdate:
     """Some updates of a learner on the data that it has now; data that arrives before `run` has no effect on them.
@@ -59,18 +67,10 @@ class PreparedUpdate:
     Args:
         learner: the learner, which is not changed.
         steps: the number of updates, as for `Learner.update`.
-
-    Raises:
-        ValueError: if there is no distribution to draw tasks from.
     """
 
     def __init__(self, learner: Learner, steps: int) -> None:
         self._steps = steps
-        if type(learner).update is not Learner.update:
-            # A method of the user's own may use the memory in any way: it is called while no data arrives.
-            learner.update(steps)
-            self._view, self._steps = learner, None
-            return
         with learner.locks.reading:
             self._view = copy.copy(learner)
             self._view.locks = Locks()
@@ -81,8 +81,10 @@ class PreparedUpdate:
         """Take the updates; returns the state after them.
 
         Raises:
-            ValueError: if a loss or gradient is not finite.
+            FailedUpdate: if an update fails.
         """
-        if self._steps is not None:
+        try:
             self._view.update(self._steps)
+        except ValueError as error:  # of a solver, for one
+            raise FailedUpdate from error
         return self._view.state

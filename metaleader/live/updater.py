@@ -12,7 +12,7 @@ from pathlib import Path
 from metaleader.live import checkpoints
 from metaleader.live.calls import Update
 from metaleader.live.recovery import Opened, state_of
-from metaleader.live.update import PreparedUpdate
+from metaleader.live.update import FailedUpdate, PreparedUpdate
 from metaleader.live.writer import Writer
 
 _log = logging.getLogger("metaleader")
@@ -80,19 +80,12 @@ class Updater:
         """Make updates.
 
         Raises:
-            ValueError: if a loss or gradient is not finite; the learner is then as before these updates.
+            ValueError: if they fail, and it is not the fault of one task.
         """
-        ledger, learner = self._ledger, self._ledger.learner
         with self._running:
-            call, start = Update(learner.step, steps), time.perf_counter()
-
-            def begin() -> PreparedUpdate:
-                ledger.begin_update(call)
-                return PreparedUpdate(learner, steps)
-
+            start = time.perf_counter()
             try:
-                with ledger.timed():
-                    learner.state = self._writer.submit(call, begin).run()
+                self._update(steps)
                 self.error = None
             except ValueError as error:
                 self.error = str(error)
@@ -105,6 +98,24 @@ class Updater:
                 raise
             finally:
                 self.duration = time.perf_counter() - start
+
+    def _update(self, steps: int) -> None:
+        ledger, learner = self._ledger, self._ledger.learner
+        call = Update(learner.step, steps, ledger.next_update_is_exclusive)
+        if call.exclusive:
+            self._writer.submit(call)
+            return
+
+        def begin() -> PreparedUpdate:
+            ledger.begin_update(call)
+            return PreparedUpdate(learner, steps)
+
+        prepared = self._writer.submit(call, begin)
+        try:
+            with ledger.timed():
+                learner.state = prepared.run()
+        except FailedUpdate:
+            self._writer.run(lambda: ledger.fail_update(call))
 
     def write_checkpoint(self) -> None:
         """Write a checkpoint of all calls so far."""
@@ -145,7 +156,7 @@ class Updater:
                 self.write_checkpoint()
             return self.duration * (1 / self._share - 1)
         except ValueError as error:
-            _log.warning("an update failed and was not made: %s", error)
+            _log.warning("the updates of %s failed and were not made: %s", self._folder, error)
         except OSError as error:
             _log.warning("%s", error)
             self.error = str(error)

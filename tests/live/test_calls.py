@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from metaleader.live.calls import Aside, Codec, Observe, Predict, Settings, State, Update, digest, fingerprint
+from metaleader.live.calls import Codec, Observe, Predict, Readmit, Settings, State, Update, digest, fingerprint
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64, torch.bool]
 KEY = digest("key", "event 17")
@@ -43,8 +43,8 @@ def calls():
             st.sampled_from(["none", "now", "later"]),
         ),
         st.builds(lambda b: Predict(b[0], b[1], KEY), batches),
-        st.builds(Update, number, number),
-        st.builds(Aside, st.text(), st.none() | st.text()),
+        st.builds(Update, number, number, st.booleans()),
+        st.builds(Readmit, st.text()),
         st.just(Settings({"a": [1, None, {"b": "ü"}]})),
         st.builds(State, st.binary()),
     )

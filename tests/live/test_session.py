@@ -409,31 +409,56 @@ def test_a_backup_can_be_opened(tmp_path, mode):
         assert same_state(session.learner, plain_learner_of(state))
 
 
-def test_an_update_that_fails_is_not_made(tmp_path, caplog):
+def test_a_task_at_fault_is_set_aside(tmp_path, mode, caplog):
+    """Its data is kept, the updates go on without it, and a replay does the same."""
+    folder = tmp_path / "a"
+    with filled(folder, mode) as session, caplog.at_level(logging.WARNING):
+        x, y = batch(1)
+        for i in range(8, 14):
+            step = session.learner.step
+            session.observe(x * 1e18, y * 1e30, task="bad", update=False)
+            session.observe(*batch(i), task=f"customer {i % 4}")
+            session.wait()
+            assert session.learner.step > step
+        assert set(session.status()["set_aside"]) == {"bad"}
+        assert session.learner.tasks["bad"] == 6 * ROWS
+        assert "task 'bad' is set aside" in caplog.text
+        assert session.status()["update_error"] is None
+        session._updater.write_checkpoint()
+        session.readmit("bad")
+        with pytest.raises(ValueError, match="'bad' is not set aside"):
+            session.readmit("bad")
+        session.observe(*batch(14), task="customer 2")
+        session.wait()
+        state = session.learner.state_dict()
+        shutil.copytree(folder, tmp_path / "killed")
+    assert same_state(plain_learner(folder), plain_learner_of(state))
+    with Session(tmp_path / "killed", make, updates=mode) as session:
+        assert same_state(session.learner, plain_learner_of(state))
+
+
+def test_updates_that_fail_otherwise_are_not_made(tmp_path, caplog):
     """The data is kept, and predictions go on from the parameters before."""
-    with Session(tmp_path / "a", make, share=1.0) as session, caplog.at_level(logging.WARNING):
+    folder = tmp_path / "a"
+    with Session(folder, make, share=1.0) as session, caplog.at_level(logging.WARNING):
         session.observe(*batch(0), task="a")
         session.wait()
-        before = session.learner.state_dict()
+        before = session.learner.params
         x, y = batch(1)
-        session.observe(x * 1e18, y * 1e30, task="bad")
+        session.observe(x * 1e18, y * 1e30, task="a")
         session.wait()
         assert "not finite" in session.status()["update_error"]
-        assert same_params(session.learner, before)
+        assert "failed and were not made" in caplog.text
+        assert all(torch.equal(value, before[name]) for name, value in session.learner.params.items())
         state = session.learner.state_dict()
-        shutil.copytree(tmp_path / "a", tmp_path / "killed")
+        shutil.copytree(folder, tmp_path / "killed")
     with Session(tmp_path / "killed", make) as session:
-        session.close()
         assert same_state(session.learner, plain_learner_of(state))
 
 
 def _loaded(learner, state):
     learner.load_state_dict(state)
     return learner
-
-
-def same_params(learner, state):
-    return all(torch.equal(value, state["params"][name]) for name, value in learner.params.items())
 
 
 def test_learners_that_need_rounds_are_refused(tmp_path):
