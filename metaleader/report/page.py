@@ -17,7 +17,7 @@ from metaleader.report.loaded import LoadedRun, load_runs
 from metaleader.report.records import methods_of, num_rounds
 from metaleader.report.sheet import contact_sheet
 from metaleader.report.svg import chart, common_axes, legend
-from metaleader.report.tables import configuration_table, costs_table, readings_table, results_table
+from metaleader.report.tables import configuration_table, costs_table, differences_table, readings_table, results_table
 from metaleader.system.files import check_target, write_atomic
 
 _SHEET_TASKS, _SHEET_EXAMPLES = 8, 8
@@ -85,6 +85,7 @@ def _group(anchor: str, stream: str, runs: Sequence[LoadedRun]) -> str:
         results_table(runs),
         _figures(runs),
         readings_table(runs),
+        differences_table(runs),
         *(_checks(run) for run in runs),
         costs_table(runs),
         _sheet(runs[0]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -9,10 +10,14 @@ from typing import Any
 
 from metaleader.methods import label
 from metaleader.report.loaded import LoadedRun
+from metaleader.report.pairs import paired_differences
 from metaleader.report.records import estimate, finished, methods_of, step_suffixes, third, where
 from metaleader.report.svg import html_table
 from metaleader.report.text import duration, with_error
 from metaleader.runs.folder import read_costs
+
+# With more methods, each is compared with the first only.
+_ALL_PAIRS = 5
 
 
 def results_table(runs: Sequence[LoadedRun]) -> str:
@@ -75,6 +80,38 @@ def readings_table(runs: Sequence[LoadedRun]) -> str:
             rows.append([*_row_start(method, run, runs), f"{size:,}", *(with_error(*cell) for cell in cells)])
     caption = f"{runs[0].measure}, last third of the tasks: adaptation steps and batch-norm statistics"
     return "<h3>Other readings</h3>" + html_table(caption, headers, rows, kind=_kind(runs))
+
+
+def differences_table(runs: Sequence[LoadedRun]) -> str:
+    """Paired differences of errors: all pairs of up to five methods, otherwise all with the first method."""
+    rows = []
+    for run in runs:
+        for size in run.sizes:
+            seeds: dict[str, set[int]] = {}
+            for record in where(third(run.measured, "last"), datapoints=size):
+                seeds.setdefault(record["method"], set()).add(record["seed"])
+            names = [name for name in methods_of(run.measured) if len(seeds.get(name, ())) > 1]
+            pairs = list(itertools.combinations(names, 2))
+            pairs = pairs if len(names) <= _ALL_PAIRS else [pair for pair in pairs if names[0] in pair]
+            try:
+                differences = paired_differences(run.measured, size, pairs=pairs)
+            except ValueError:  # a run that was stopped: methods have different rounds
+                continue
+            for found in differences:
+                if found.interval is not None:
+                    low, high = found.interval
+                    row = [f"{label(found.second)} − {label(found.first)}", *([run.name] if len(runs) > 1 else [])]
+                    row += [f"{size:,}", str(found.seeds), f"{found.mean:.3g}", f"{low:.3g} to {high:.3g}"]
+                    rows.append([*row, f"{found.p:.2g}"])
+    if not rows:
+        return ""
+    headers = ["errors", *(["run"] if len(runs) > 1 else []), "datapoints", "seeds", "difference", "95 % interval", "p"]
+    note = (
+        "Differences of errors within a seed, over the last third of the tasks: positive if the method named second is"
+        " better. Intervals and p-values are those of a paired t test, not adjusted for the number of pairs."
+    )
+    table = html_table("Mean difference over seeds", headers, rows, kind=_kind(runs))
+    return f"<h3>Paired differences</h3><p>{escape(note)}</p>{table}"
 
 
 def costs_table(runs: Sequence[LoadedRun]) -> str:

@@ -11,7 +11,7 @@ import metaleader
 API = Path(__file__).parents[2] / "docs" / "api"
 DIRECTIVES = [name for page in API.glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
 # Modules whose public names are part of the reference; those of `evaluate` are named one by one.
-MODULES = ("losses", "models", "streams", "checks", "regret", "sklearn", "theory", "transfer")
+MODULES = ("losses", "models", "streams", "checks", "regret", "report.pairs", "sklearn", "theory", "transfer")
 EVALUATE = ("play_together", "preload")
 # The options of the learners are their settings.
 OPTIONS = ("learners.options.Options", "learners.ftml.FTMLOptions", "learners.baselines.FTLOptions")
