@@ -14,6 +14,7 @@ from metaleader.cli.bench import bench as _bench
 from metaleader.cli.data import data as _data
 from metaleader.cli.list import list_presets
 from metaleader.cli.show import show as _show
+from metaleader.cli.status import status as _status
 from metaleader.cli.theory import theory as _theory
 from metaleader.system.machine import keep_memory
 
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "report": runs.report,
     "verify": runs.verify,
     "list": list_presets,
+    "status": _status,
     "theory": _theory,
     "bench": _bench,
     "data": _data,

@@ -56,6 +56,11 @@ class Observe(NamedTuple):
     key: bytes | None
     updates: Updates
 
+    @property
+    def num_rows(self) -> int:
+        """The number of datapoints."""
+        return num_rows(self.x)
+
 
 class Predict(NamedTuple):
     """Inputs whose targets come later.

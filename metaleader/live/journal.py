@@ -176,8 +176,10 @@ class Journal:
             return next(self.read(number))[1]
 
     def sync(self) -> None:
-        """Flush the mark to disk; without it, a power failure may leave an older mark."""
+        """Write the mark and flush it to disk; without it, a power failure may leave an older mark."""
         assert self._mark is not None
+        with self._lock:
+            self._write_mark()
         os.fsync(self._mark)
 
     def backup(self, path: str | os.PathLike[str]) -> int:
@@ -194,7 +196,6 @@ class Journal:
         (Path(path) / MARK).write_bytes(_packed_mark(0, _START))
         copy = Journal(path)
         try:
-            copy._write_mark()
             copy.sync()
             return copy.last
         finally:

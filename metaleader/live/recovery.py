@@ -60,6 +60,8 @@ def open_folder(folder: Path, learner: Learner, keys: int, predictions: int, rep
             checkpoint = journal.append(first_records(ledger, codec, journal.first))
         else:
             checkpoint = _replay(folder, journal, ledger, codec, repair)
+            if repair:
+                journal.sync()  # the mark may be the damaged file
         return Opened(journal, codec, ledger, checkpoint)
     except BaseException:
         journal.close()

@@ -6,6 +6,7 @@ import atexit
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -24,6 +25,7 @@ from metaleader.system.lock import FolderLock
 from metaleader.tasks import Tree
 
 _MODES: dict[Literal["background", "inline"], Updates] = {"background": "later", "inline": "now"}
+_ATTEMPTS = 3
 
 
 class Session:
@@ -297,13 +299,19 @@ class Session:
 
 
 def _locked(folder: Path) -> FolderLock:
-    try:
-        make_folder(folder)
-        return FolderLock(folder)
-    except BlockingIOError as error:
-        raise ValueError(f"{folder} is in use by another session; close it, or stop its process") from error
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write the folder {folder} ({error.strerror}); choose another") from error
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        try:
+            make_folder(folder)
+            return FolderLock(folder)
+        except BlockingIOError as error:
+            if attempts_left == 0:
+                raise ValueError(f"{folder} is in use by another session; close it, or stop its process") from error
+            time.sleep(0.02)  # `metaleader status` holds the lock for a moment
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot write the folder {folder} ({error.strerror}); choose another"
+            ) from error
+    raise AssertionError("unreachable")
 
 
 def _built(factory: Callable[[], Learner]) -> Learner:
