@@ -142,14 +142,16 @@ def play_together(
         tasks = [stream[t] for stream in streams]
         _check_tasks(tasks, t)
         pairs = list(zip(learners, tasks, strict=True))
-        for learner, task in pairs:
-            _begin(learner, task)
         # A learner that restarts in every round trains only on D_t: its updates are its adaptation.
         update = not regret or all(getattr(learner, "restarts", False) for learner in learners)
-        if not update and t > 0:
-            # Task t-1 is now a past task, also for a learner that trains only on past tasks.
-            for _ in range(0, _revealed(streams[0][t - 1], reveal, reveals), reveal):
-                _update(learners)
+        num_late = 0 if update or t == 0 else len(range(0, _revealed(streams[0][t - 1], reveal, reveals), reveal))
+        keeps_one = all(getattr(learner, "max_tasks", None) == 1 for learner in learners)
+        if keeps_one:  # `begin` deletes the data of task t-1
+            _update(learners, num_late)
+        for learner, task in pairs:
+            _begin(learner, task)
+        if not keeps_one:  # task t-1 is now a past task, also for a learner that trains only on past tasks
+            _update(learners, num_late)
         needed: list[int | None] = [None] * len(tasks)
         tests = [to_device(task.test, getattr(learner, "device", "cpu")) for learner, task in pairs]
         stop = _revealed(tasks[0], reveal, reveals)
@@ -283,12 +285,13 @@ def _observe(learners: Sequence[Any], tasks: Sequence[Task], datapoints: slice, 
         update_together(learners)
 
 
-def _update(learners: Sequence[Any]) -> None:
-    if _are_batched(learners):
-        update_together(learners)
-        return
-    for learner in learners:
-        learner.update()
+def _update(learners: Sequence[Any], times: int) -> None:
+    for _ in range(times):
+        if _are_batched(learners):
+            update_together(learners)
+            continue
+        for learner in learners:
+            learner.update()
 
 
 def _are_batched(learners: Sequence[Any]) -> bool:

@@ -33,6 +33,8 @@ from metaleader.nets.functional import Network
 from metaleader.tasks import WeightedBatch
 
 _SCALE, _FACTOR, _NOISE = "prior log scale", "prior factor", "log noise"
+# Data without noise would otherwise lead to systems that float32 cannot solve.
+_MIN_NOISE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -134,22 +136,18 @@ class BayesianHead(Adaptation):
         """The predictive variance of each output at x, the noise included."""
         if takes_labels(network.loss):
             raise ValueError("variance=True is for regression; for classes, take the softmax of the predictions")
-        phi = self._features(network, params, x)
-        noise = torch.exp(2 * params[_NOISE])
-        at = phi @ self._prior(network, params)[1]
-        prior = at.square().sum(-1)[:, None] + noise
+        noise, (_, factor) = self._noise_variance(params), self._prior(network, params)
+        at = self._features(network, params, x, None if data is None else data.x) @ factor
+        prior = at.square().sum(-1, keepdim=True) + noise
         if data is None:
             return prior
-        rows = self._features(network, params, data.x) @ self._prior(network, params)[1]
-        reductions = []
-        for variance in noise.unbind():
-            whitened = rows / variance.sqrt()
-            reductions.append((at * _shrink(whitened, whitened @ at.mT).mT).sum(-1))
-        return prior - torch.stack(reductions, -1)
+        whitened = (self._features(network, params, data.x) @ factor) / noise.sqrt()[:, None, None]
+        # Rounding must not give less than the noise.
+        return torch.maximum(prior - (at.mT * _shrink(whitened, whitened @ at.mT)).sum(-2).mT, noise)
 
-    def _features(self, network: Network, params: Params, x: Any) -> Tensor:
+    def _features(self, network: Network, params: Params, x: Any, statistics_of: Any = None) -> Tensor:
         """The inputs of the last layer, (rows, D), with a column of ones if the layer has a bias."""
-        phi = network.features(params, x)
+        phi = network.features(params, x, statistics_of)
         has_bias = network.last_linear()[1].bias is not None
         return torch.cat([phi, torch.ones_like(phi[..., :1])], -1) if has_bias else phi
 
@@ -161,13 +159,16 @@ class BayesianHead(Adaptation):
             rows.append(params[f"{name}bias"][None])
         return torch.cat(rows), torch.cat([torch.diag(params[_SCALE].exp()), params[_FACTOR]], -1)
 
+    def _noise_variance(self, params: Params) -> Tensor:
+        """The variance of the noise of each output, for regression."""
+        return torch.exp(2 * params[_NOISE]) + _MIN_NOISE**2
+
     def _targets(self, network: Network, params: Params, y: Tensor) -> tuple[Tensor, Tensor]:
         """Gaussian targets and noise variances of each output, (rows, outputs)."""
-        noise = params[_NOISE].exp()
         if not takes_labels(network.loss):
-            return y, noise.square().expand(y.shape)
+            return y, self._noise_variance(params).expand(y.shape)
         outputs = network.last_linear()[1].out_features
-        concentration = noise + (y[:, None] == torch.arange(outputs, device=y.device))
+        concentration = params[_NOISE].exp() + (y[:, None] == torch.arange(outputs, device=y.device))
         variance = torch.log1p(1 / concentration)
         return concentration.log() - variance / 2, variance
 
@@ -178,26 +179,18 @@ class BayesianHead(Adaptation):
         mean, factor = self._prior(network, params)
         if len(phi) == 0:
             return mean
-        rows, residuals = phi @ factor, targets - phi @ mean
-        columns = []
-        for c in range(targets.shape[1]):
-            precision = counted / noise[:, c].sqrt()
-            columns.append(_shrink(rows * precision[:, None], residuals[:, c] * precision))
-        return mean + factor @ torch.stack(columns, -1)
+        precision = counted / noise.mT.sqrt()
+        residuals = (targets - phi @ mean).mT * precision
+        return mean + factor @ _shrink((phi @ factor) * precision[..., None], residuals[..., None])[..., 0].mT
 
     def _negative_evidence(self, network: Network, params: Params, phi: Tensor, y: Tensor, counted: Tensor) -> Tensor:
-        mean, factor = self._prior(network, params)
-        rows, residuals, num = phi @ factor, y - phi @ mean, counted.sum()
-        terms = []
-        for c in range(y.shape[1]):
-            log_noise = params[_NOISE][c]
-            precision = counted * torch.exp(-log_noise)
-            whitened, target = rows * precision[:, None], residuals[:, c] * precision
-            chol = torch.linalg.cholesky(_plus_identity(whitened @ whitened.mT))
-            white = torch.linalg.solve_triangular(chol, target[:, None], upper=False)
-            log_det = 2 * chol.diagonal().log().sum() + 2 * num * log_noise
-            terms.append((white.square().sum() + log_det) / num + math.log(2 * math.pi))
-        return torch.stack(terms).mean() / 2
+        (mean, factor), noise, num = self._prior(network, params), self._noise_variance(params), counted.sum()
+        precision = counted / noise.sqrt()[:, None]
+        whitened, residuals = (phi @ factor) * precision[..., None], (y - phi @ mean).mT * precision
+        chol = torch.linalg.cholesky(_plus_identity(whitened @ whitened.mT))
+        white = torch.linalg.solve_triangular(chol, residuals[..., None], upper=False)
+        log_det = 2 * chol.diagonal(dim1=-2, dim2=-1).log().sum(-1) / num + noise.log() + math.log(2 * math.pi)
+        return (white.square().sum((-2, -1)) / num + log_det).mean() / 2
 
 
 def _counted(data: Any) -> Tensor:
@@ -206,15 +199,15 @@ def _counted(data: Any) -> Tensor:
 
 
 def _shrink(whitened: Tensor, target: Tensor) -> Tensor:
-    """Z' (I + Z Z')^-1 r, solved in the smaller of its two dimensions."""
-    rows, columns = whitened.shape
+    """Z' (I + Z Z')^-1 R, solved in the smaller dimension of Z, (..., rows, columns)."""
+    rows, columns = whitened.shape[-2:]
     if rows <= columns:
         return whitened.mT @ torch.linalg.solve(_plus_identity(whitened @ whitened.mT), target)
     return torch.linalg.solve(_plus_identity(whitened.mT @ whitened), whitened.mT @ target)
 
 
 def _plus_identity(matrix: Tensor) -> Tensor:
-    return matrix + torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    return matrix + torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
 
 # The adaptations that a file can name

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+from torch.utils._pytree import tree_map
+
 from metaleader.engine.hook import OwnGradient
 from metaleader.engine.objective import Adaptation, GradientSteps, Objective
 from metaleader.memory.rows import Which
+from metaleader.tasks import Batch, ClassBatch
 
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
@@ -19,7 +23,7 @@ class Definition(NamedTuple):
     Attributes:
         objective: the loss that updates minimise.
         adaptation: gradient steps or another procedure; None for a learner that is used unadapted.
-        support: datapoints per task that an update adapts on.
+        support: datapoints per task that an update adapts on; of several numbers, every task of an update draws one.
         which: the tasks that an update draws from.
         restarts: whether every round starts from a new initialisation.
         updates_per_step: updates for each of `meta_steps`.
@@ -27,7 +31,7 @@ class Definition(NamedTuple):
 
     objective: Objective
     adaptation: GradientSteps | Adaptation | None = None
-    support: int = 0
+    support: int | tuple[int, ...] = 0
     which: Which = "all"
     restarts: bool = False
     updates_per_step: int = 1
@@ -44,6 +48,8 @@ def with_own_gradient(learner: Learner, definition: Definition, overridden: set[
     objective, name = definition.objective, type(learner).__name__
     if type(objective) is not Objective:
         raise ValueError(f"{name}.define must return an Objective; override task_gradient for another gradient")
+    if definition.which == "past" and learner.options.max_tasks == 1:
+        raise ValueError(f"{name} learns from past tasks, of which max_tasks=1 keeps none; keep two tasks or more")
     if "loss_fn" in overridden:
         raise ValueError(
             f"{name} overrides loss_fn, which gradients and adaptation do not call; pass another loss, or override"
@@ -60,3 +66,28 @@ def with_own_gradient(learner: Learner, definition: Definition, overridden: set[
             " the dropout layers from the model"
         )
     return definition._replace(objective=objective)
+
+
+@torch.no_grad()
+def check_repeats(learner: Learner, batch: Batch) -> None:
+    """Reject several support sizes if repeating all datapoints changes the gradient, as with a sum over datapoints.
+
+    Support sets of one update have the largest size; smaller ones are repeated to fill it.
+    """
+    sizes, adaptation = learner.definition.support, learner.definition.objective.adaptation
+    if isinstance(sizes, int) or len(sizes) == 1 or (adaptation is not None and adaptation.takes_weights):
+        return
+    params, classes = learner.layout.named(learner.state.flat), learner.chosen_classes()
+    gradients = []
+    for times in (1, 2):
+        repeated = tree_map(lambda leaf: torch.cat([leaf] * times), batch)  # noqa: B023
+        support, query = (b if classes is None else ClassBatch(b.x, b.y, classes) for b in (repeated, batch))
+        with torch.enable_grad():
+            _, gradient = learner.task_gradient(tree_map(torch.clone, params), support, query)
+        gradients.append(learner.layout.flat(gradient).detach())
+    once, twice = gradients
+    if float((once - twice).norm()) > 1e-3 * float(once.norm()):
+        raise ValueError(
+            f"support={list(sizes)} needs a loss and an adaptation that are means over datapoints: repeating all"
+            " datapoints changes the gradient; use one support size"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,7 +12,7 @@ from metaleader.gradient.selection import StepSize, split, step_sizes
 from metaleader.learners.bayes import adaptation_from_plain, adaptation_to_plain
 from metaleader.learners.definition import Definition
 from metaleader.learners.learner import Learner
-from metaleader.learners.options import Options, check_integer, check_step_size
+from metaleader.learners.options import Options, check_integer, check_sizes, check_step_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,9 @@ class FTMLOptions(Options):
     """The step size of the inner loop and of `adapt`: one, or one for each tensor that moves, by name."""
     inner_steps: int = 5
     """Gradient steps in the inner loop and in `adapt`."""
-    support: int = 10
-    """Datapoints of each task that an update adapts on, disjoint from its `query`."""
+    support: int | Sequence[int] = 10
+    """Datapoints of each task that an update adapts on, disjoint from its `query`. Of several numbers such as
+    `(1, 2, 5, 10)`, each of which divides the largest, every task of an update draws one."""
     only: str | None = None
     """Which parameters move in the inner loop: None for all, "last" for the last layer, or a name pattern."""
     first_order: bool = False
@@ -40,6 +41,7 @@ class FTMLOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "support", check_sizes("support", self.support))
         if isinstance(self.adaptation, Mapping):  # from a file
             object.__setattr__(self, "adaptation", adaptation_from_plain(self.adaptation))
         if self.adaptation is None:
@@ -55,7 +57,8 @@ class FTMLOptions(Options):
 
     def plain(self) -> dict[str, Any]:
         """The options by name, as values that a file can hold."""
-        return super().plain() | {"adaptation": adaptation_to_plain(self.adaptation)}
+        support = self.support if isinstance(self.support, int) else list(self.support)
+        return super().plain() | {"support": support, "adaptation": adaptation_to_plain(self.adaptation)}
 
 
 # The options of gradient steps
@@ -78,20 +81,21 @@ class FTML(Learner):
     def define(self) -> Definition:
         """FTML adapts on support data of all tasks and minimises the loss on their query data."""
         o = self.options
+        support = o.support if isinstance(o.support, int) else tuple(o.support)
         if o.chunk is not None:
             check_integer("chunk", o.chunk, 1)
         if o.adaptation is not None:
             assert isinstance(o.adaptation, Adaptation)
             o.adaptation.check(self.network)
             inner = Inner(steps=0, chunk=o.chunk)
-            return Definition(Objective(self.network, inner, adaptation=o.adaptation), o.adaptation, o.support)
+            return Definition(Objective(self.network, inner, adaptation=o.adaptation), o.adaptation, support)
         lr = check_step_size(o.inner_lr, self.network.params(), o.only)
         smallest = min(lr.values()) if isinstance(lr, dict) else lr
         if o.learn_lr and (o.first_order or o.inner_steps == 0 or smallest == 0):
             raise ValueError("learn_lr needs inner steps of a size above 0, and their second derivatives")
         inner = Inner(lr, o.inner_steps, o.first_order, o.chunk, o.only, o.every_step)
         adaptation = GradientSteps.of(None if o.learn_lr else lr, o.inner_steps, o.only)
-        return Definition(Objective(self.network, inner, o.learn_lr), adaptation, o.support)
+        return Definition(Objective(self.network, inner, o.learn_lr), adaptation, support)
 
     @property
     def step_sizes(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from metaleader.learners.definition import check_repeats
 from metaleader.learners.inputs import batch_of
 from metaleader.learners.optimizer import State
 from metaleader.learners.options import initial_module
@@ -48,6 +49,8 @@ def checked_batch(learner: Learner, x: Tree, y: Tree, task: str | None) -> Batch
     adaptation = learner.definition.objective.adaptation
     if adaptation is not None and stored is None:
         adaptation.check_data(learner.network, learner.layout.named(learner.state.flat), batch)
+    if stored is None:
+        check_repeats(learner, batch)
     return batch
 
 

@@ -45,7 +45,8 @@ class Options:
     weights: Weights | None = None
     """nu^t, the distribution over the tasks seen, such as `recency(10)`; None is uniform."""
     max_tasks: int | None = None
-    """The number of tasks kept, two or more: the newest, or those with the largest `weights`. None keeps all."""
+    """The number of tasks kept: the newest, or those with the largest `weights`. 1 keeps the current task alone: a
+    streaming learner. None keeps all."""
     preprocess: Callable[[Tree], Tree] | None = scale_uint8
     """Applied to every x; by default scales uint8 to [0, 1]."""
     seed: int = 0
@@ -98,13 +99,27 @@ class Options:
 
 
 # The integers among the options, with their lower bounds
-_INTEGERS = {"meta_steps": 0, "tasks_per_step": 1, "query": 1, "seed": 0, "inner_steps": 0, "support": 1}
+_INTEGERS = {"meta_steps": 0, "tasks_per_step": 1, "query": 1, "seed": 0, "inner_steps": 0}
 
 
 def check_integer(name: str, value: Any, low: int) -> None:
     """Reject a value that is not an integer of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
         raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+def check_sizes(name: str, value: Any) -> int | tuple[int, ...]:
+    """Reject anything but an integer of at least 1, or several of them that divide the largest."""
+    if not isinstance(value, tuple | list):
+        check_integer(name, value, 1)
+        return value
+    if not value:
+        raise ValueError(f"{name} must be an integer or several, got {value!r}")
+    for size in value:
+        check_integer(name, size, 1)
+        if max(value) % size:
+            raise ValueError(f"each {name} size must divide the largest, {max(value)}; got {list(value)}")
+    return tuple(value)
 
 
 def check_step_size(lr: StepSize, params: Params, only: str | None) -> float | dict[str, float]:

@@ -227,8 +227,16 @@ def _check_alike(learners: Sequence[Learner]) -> None:
 def draw_meta_batches(learner: Learner, numbers: Sequence[int], without: Collection[str] = ()) -> Draw | None:
     """Draw the meta-batches of the updates with these numbers; None if there is nothing to draw from."""
     options, definition = learner.options, learner.definition
-    sizes = options.tasks_per_step, definition.support, options.query
-    return learner.memory.draw(options.seed, _shifted(learner, numbers), *sizes, definition.which, without)
+    sizes = (definition.support,) if isinstance(definition.support, int) else definition.support
+    numbers = _shifted(learner, numbers)
+    widths = options.tasks_per_step, max(sizes), options.query
+    draw = learner.memory.draw(options.seed, numbers, *widths, definition.which, without)
+    if draw is None or len(sizes) == 1:
+        return draw
+    shots = [rng("support size", options.seed, n).integers(len(sizes), size=options.tasks_per_step) for n in numbers]
+    # Draws of n-way tasks have the classes one after the other, but for those from the current task.
+    groups = 1 if draw.classes is None or definition.which == "current" else draw.classes.shape[-1]
+    return draw.with_support(np.asarray(sizes)[np.stack(shots)], groups)
 
 
 def _shifted(learner: Learner, numbers: Sequence[int]) -> list[int]:

@@ -30,7 +30,7 @@ class TaskBuffer:
     Args:
         device: where the data is kept.
         weights: nu^t, the distribution over the tasks seen, in the order of their first datapoints; uniform if None.
-        max_tasks: the tasks kept, the open one among them, two or more; all if None.
+        max_tasks: the tasks kept, the open one among them; all if None.
     """
 
     kind = "tasks"
@@ -38,8 +38,9 @@ class TaskBuffer:
     def __init__(
         self, device: torch.device | str = "cpu", weights: Weights | None = None, max_tasks: int | None = None
     ) -> None:
-        if max_tasks is not None and not (isinstance(max_tasks, int | np.integer) and max_tasks >= 2):
-            raise ValueError(f"max_tasks must be an integer of at least 2, or None to keep all; got {max_tasks!r}")
+        is_integer = isinstance(max_tasks, int | np.integer) and not isinstance(max_tasks, bool)
+        if max_tasks is not None and not (is_integer and max_tasks >= 1):
+            raise ValueError(f"max_tasks must be an integer of at least 1, or None to keep all; got {max_tasks!r}")
         self.device = torch.device(device)
         self.weights, self.max_tasks = weights, max_tasks
         self.store = Rows(self.device)
@@ -97,6 +98,8 @@ class TaskBuffer:
             raise ValueError("observe: ids belong to n-way tasks; open the task with begin(name, classes=[...])")
         if task is None and entries.round is None and entries.open is None:
             raise ValueError("observe before begin: call begin(name) to open a task first, or pass task=name")
+        if task is not None and self.max_tasks == 1 and (entries.round is not None or entries.open is not None):
+            raise ValueError("max_tasks=1 keeps the open round alone: do not use begin together with observe(task=)")
         if task is not None and not entries.closed(task):
             excess = self._excess(entries.all(with_round=False), len(self) + int(entries.open is not None))
         first = self.store.length

@@ -55,6 +55,24 @@ class Draw(NamedTuple):
     query_y: Tensor | None = None
     classes: Tensor | None = None
 
+    def with_support(self, sizes: np.ndarray, groups: int = 1) -> Draw:
+        """A draw whose support sets consist of their first datapoints, repeated in turn.
+
+        Args:
+            sizes: (steps, tasks) the number of different datapoints of each support set.
+            groups: the number of groups, one after the other, of which a support set has as many datapoints each.
+        """
+        if (sizes % groups).any():
+            raise ValueError(
+                f"support must be a multiple of the {groups} classes of a task, got {sizes[sizes % groups > 0].min()}"
+            )
+        width = self.support.shape[-1] // groups
+        columns = np.arange(width) % (sizes // groups)[..., None]
+        columns = columns[..., None, :] + width * np.arange(groups)[:, None]
+        index = torch.from_numpy(columns.reshape(*sizes.shape, -1)).to(self.support.device)
+        support_y = None if self.support_y is None else self.support_y.take_along_dim(index, -1)
+        return self._replace(support=self.support.take_along_dim(index, -1), support_y=support_y)
+
     def to(self, device: torch.device | str) -> Draw:
         """A copy of the draw on a device."""
         return Draw(*(None if index is None else index.to(device) for index in self))  # pyright: ignore[reportArgumentType]

@@ -11,7 +11,7 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -164,11 +164,13 @@ class Network:
             raise ValueError(f"the last layer of the model must be nn.Linear, got {type(layer).__name__} ({last})")
         return f"{name}." if name else "", layer
 
-    def features(self, params: Params, x: Tree) -> Tensor:
-        """The inputs of the last linear layer for a batch of inputs of one task, without dropout."""
-        prefix, _ = self.last_linear()
+    def features(self, params: Params, x: Tree, statistics_of: Tree | None = None) -> Tensor:
+        """The inputs of the last linear layer for a batch of inputs of one task, without dropout.
+
+        With `statistics_of`, batch norm uses the statistics of these rows of the task.
+        """
         if self._feature_copies is None:
-            module = copy.deepcopy(self.module)
+            module, prefix = copy.deepcopy(self.module), self.last_linear()[0]
             parent, _, child = prefix.rstrip(".").rpartition(".")
             if child:
                 setattr(module.get_submodule(parent), child, nn.Identity())
@@ -178,14 +180,16 @@ class Network:
         with contextlib.nullcontext(copies.original) if compiling else copies.borrow() as module:
             names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
             state = {name: params[first] for name, first in self._tied.items() if name in names}
-            return functional_call(module, state, (self.preprocess(x),), tie_weights=False)
+            call = lambda x: functional_call(module, state, (self.preprocess(x),), tie_weights=False)  # noqa: E731
+            if statistics_of is None or not self.has_batch_norm:
+                return call(x)
+            with _keeping(module):
+                call(statistics_of)
+                return call(x)
 
     def predict_with_statistics_of(self, data: Tree, params: Params, x: Tree, classes: Tensor | None = None) -> Tensor:
         """The prediction for x, with the batch norm statistics of other rows of the task."""
-        with self._copies.borrow() as module, contextlib.ExitStack() as stack:
-            for layer in module.modules():
-                if isinstance(layer, BatchNorm):
-                    stack.enter_context(layer.keeping())
+        with self._copies.borrow() as module, _keeping(module):
             self._call(module, params, data, None, classes)
             return self._call(module, params, x, None, classes)
 
@@ -345,6 +349,16 @@ def _changed(leaf: Tensor) -> Tensor:
 def _safe_labels(y: Tree, loss: Loss) -> Tree:
     """Valid labels for a trial run, before their range is checked."""
     return torch.zeros_like(y) if takes_labels(loss) and isinstance(y, Tensor) and not y.is_floating_point() else y
+
+
+@contextlib.contextmanager
+def _keeping(module: nn.Module) -> Iterator[None]:
+    """In this context, all calls of a module use the batch norm statistics of the first call."""
+    with contextlib.ExitStack() as stack:
+        for layer in module.modules():
+            if isinstance(layer, BatchNorm):
+                stack.enter_context(layer.keeping())
+        yield
 
 
 # The networks found to be like each network

@@ -16,8 +16,9 @@ from metaleader.learners.update import _gather
 def head(features=3, outputs=1, loss=ml.losses.squared_error, net=None, **settings):
     torch.manual_seed(0)
     model = (net or (lambda: nn.Linear(features, outputs)))().double()
-    common: dict[str, Any] = {"meta_steps": 2, "tasks_per_step": 4, "support": 5, "query": 5} | settings
-    return ml.FTML(model, loss, adaptation=ml.BayesianHead(), **common)
+    common = {"meta_steps": 2, "tasks_per_step": 4, "support": 5, "query": 5, "adaptation": ml.BayesianHead()}
+    options: dict[str, Any] = common | settings
+    return ml.FTML(model, loss, **options)
 
 
 def batch(num, features=3, outputs=1, seed=0):
@@ -33,7 +34,7 @@ def prior(learner):
     mean = torch.cat([named["weight"].mT, named["bias"][None]])
     factor = named["prior factor"]
     covariance = torch.diag(torch.exp(2 * named["prior log scale"])) + factor @ factor.mT
-    return mean, covariance, torch.exp(2 * named["log noise"])
+    return mean, covariance, torch.exp(2 * named["log noise"]) + 1e-6
 
 
 @pytest.mark.parametrize(("num", "outputs"), [(1, 1), (4, 2), (40, 2)])
@@ -106,34 +107,149 @@ def test_repeated_datapoints_count_once(loss):
         torch.testing.assert_close(adapted[name], value)
 
 
-def test_the_prior_is_learned_as_by_mixed_effects():
-    """y = 2 + a_g + (1 + b_g) x + noise: standard deviations 0.8, 0.4 and 0.3 are found from 150 groups."""
-    generator = torch.Generator().manual_seed(0)
-    learner = head(1, meta_steps=6, meta_lr=0.03, tasks_per_step=50)
-    for g in range(150):
-        a, b = torch.randn(2, generator=generator, dtype=torch.float64) * torch.tensor([0.8, 0.4])
-        x = torch.randn(10, 1, generator=generator, dtype=torch.float64)
-        y = 2 + a + (1 + b) * x + 0.3 * torch.randn(10, 1, generator=generator, dtype=torch.float64)
+def trained(x, y, updates=400, **settings):
+    """A head on groups, (groups, rows, ...), whose updates see whole groups, with a falling step size."""
+    groups, rows = x.shape[:2]
+    falling = [(i * updates // 8, 0.05 * 0.5**i) for i in range(8)]
+    sizes = {"support": rows // 2, "query": rows - rows // 2, "tasks_per_step": groups, "meta_lr": falling}
+    learner = head(x.shape[2], **(sizes | settings))
+    for g in range(groups):
         learner.begin(f"group {g}")
-        learner.observe(x, y)
+        learner.observe(x[g], y[g], update=False)
+    learner.update(updates)
+    return learner
+
+
+def test_a_constant_feature_gives_the_shrunk_offsets_of_random_effects():
+    """The maximum likelihood of balanced one-way random effects has a closed form (analysis of variance)."""
+    generator = torch.Generator().manual_seed(1)
+    groups, rows = 60, 8
+    offsets = 2 + 0.8 * torch.randn(groups, 1, 1, generator=generator, dtype=torch.float64)
+    y = offsets + 0.5 * torch.randn(groups, rows, 1, generator=generator, dtype=torch.float64)
+    x = torch.ones(groups, rows, 1, dtype=torch.float64)
+    learner = trained(x, y, net=lambda: nn.Linear(1, 1, bias=False), adaptation=ml.BayesianHead(rank=0))
+    named = learner.layout.named(learner.state.flat)
+    means = y.mean(1)
+    within = (y - means[:, None]).square().sum() / (groups * (rows - 1))
+    between = (means - means.mean()).square().mean() - within / rows
+    noise, variance = (torch.exp(2 * named[name]).squeeze() for name in ("log noise", "prior log scale"))
+    torch.testing.assert_close(named["weight"].squeeze(), means.mean(), rtol=0.02, atol=0)
+    torch.testing.assert_close(noise, within, rtol=0.05, atol=0)
+    torch.testing.assert_close(variance, between, rtol=0.1, atol=0)
+    shrinkage, mean = variance / (variance + (noise + 1e-6) / rows), named["weight"].squeeze()
+    for g in (0, 7):
+        prediction = learner.predict(x[g, :1], task=f"group {g}").squeeze()
+        torch.testing.assert_close(prediction, mean + shrinkage * (means[g, 0] - mean), rtol=1e-9, atol=1e-12)
+
+
+def mixed_effects(phi, y, steps=500):
+    """Random intercepts and slopes by expectation maximisation: mean, covariance and noise variance."""
+    size, groups = phi.shape[-1], len(phi)
+    mean, covariance = torch.zeros(size, dtype=phi.dtype), torch.eye(size, dtype=phi.dtype)
+    noise = torch.ones((), dtype=phi.dtype)
+    for _ in range(steps):
+        posterior = torch.linalg.inv(torch.linalg.inv(covariance) + phi.mT @ phi / noise)
+        right = torch.linalg.solve(covariance, mean) + (phi.mT @ y[..., None])[..., 0] / noise
+        weights = (posterior @ right[..., None])[..., 0]
+        mean = weights.mean(0)
+        centred = weights - mean
+        covariance = posterior.mean(0) + centred.mT @ centred / groups
+        residuals = y - (phi @ weights[..., None])[..., 0]
+        noise = (residuals.square().sum() + torch.einsum("gnd,gde,gne->", phi, posterior, phi)) / y.numel()
+    return mean, covariance, noise
+
+
+def test_without_hidden_layers_it_is_mixed_effects_regression():
+    """Correlated intercepts and slopes: the estimates are those of expectation maximisation, and calibrated."""
+    generator = torch.Generator().manual_seed(0)
+    factor = torch.tensor([[0.4, 0.0], [0.5, 0.6]], dtype=torch.float64)
+
+    def draw(groups, rows):
+        effects = torch.randn(groups, 2, generator=generator, dtype=torch.float64) @ factor.mT
+        x = torch.randn(groups, rows, 1, generator=generator, dtype=torch.float64)
+        weights = torch.tensor([1.0, 2.0], dtype=torch.float64) + effects
+        noise = 0.3 * torch.randn(groups, rows, 1, generator=generator, dtype=torch.float64)
+        return x, x * weights[:, None, :1] + weights[:, None, 1:] + noise
+
+    x, y = draw(100, 8)
+    learner = trained(x, y)
     mean, covariance, noise = prior(learner)
-    assert abs(mean[0, 0] - 1) < 0.1
-    assert abs(mean[1, 0] - 2) < 0.2
-    deviations = covariance.diagonal().sqrt()
-    assert abs(deviations[0] - 0.4) < 0.1
-    assert abs(deviations[1] - 0.8) < 0.15
-    assert abs(noise.sqrt() - 0.3) < 0.03
-    # Calibration: standardised errors of predictions from three datapoints have variance one.
+    expected = mixed_effects(torch.cat([x, torch.ones_like(x)], -1), y[..., 0])
+    torch.testing.assert_close(mean[:, 0], expected[0], rtol=0.02, atol=0.01)
+    torch.testing.assert_close(covariance, expected[1], rtol=0.1, atol=0.02)
+    torch.testing.assert_close(noise.squeeze(), expected[2], rtol=0.05, atol=0)
+    # Calibration on new groups: standardised errors have variance one, and intervals hold their share.
+    new_x, new_y = draw(300, 8)
     scores = []
-    for _ in range(200):
-        a, b = torch.randn(2, generator=generator, dtype=torch.float64) * torch.tensor([0.8, 0.4])
-        x = torch.randn(8, 1, generator=generator, dtype=torch.float64)
-        y = 2 + a + (1 + b) * x + 0.3 * torch.randn(8, 1, generator=generator, dtype=torch.float64)
+    for g in range(300):
         learner.begin("new")
-        learner.observe(x[:3], y[:3], update=False)
-        prediction, variance = learner.predict(x[3:], variance=True)
-        scores.append((prediction - y[3:]).square() / variance)
-    assert 0.85 < torch.cat(scores).mean() < 1.15
+        learner.observe(new_x[g, :3], new_y[g, :3], update=False)
+        prediction, variance = learner.predict(new_x[g, 3:], variance=True)
+        scores.append((prediction - new_y[g, 3:]) / variance.sqrt())
+    z = torch.cat(scores)
+    assert 0.9 < z.square().mean() < 1.1
+    for width, share in ((0.674, 0.5), (1.645, 0.9)):
+        assert abs((z.abs() < width).double().mean() - share) < 0.03
+
+
+def test_the_variance_of_a_row_does_not_depend_on_the_rows_beside_it():
+    norm = lambda: nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 1))  # noqa: E731
+    learner = head(net=norm)
+    learner.begin("a")
+    learner.observe(*batch(8), update=False)
+    x, _ = batch(5, seed=1)
+    together, alone = (
+        [learner.predict(rows, variance=True) for rows in ([x] if several else x.split(1))] for several in (True, False)
+    )
+    for i in range(2):
+        torch.testing.assert_close(together[0][i], torch.cat([pair[i] for pair in alone]))
+
+
+def test_data_without_noise_stays_solvable():
+    """In float32: the noise falls to its smallest value."""
+    learner = ml.FTML(nn.Linear(2, 1), ml.losses.squared_error, adaptation=ml.BayesianHead(noise=1e-6), meta_steps=20)
+    x = torch.linspace(-1, 1, 40).view(20, 2)
+    for t in range(3):
+        learner.begin(str(t))
+        learner.observe(x, x[:, :1] * (t + 1))
+    prediction, variance = learner.predict(x, variance=True)
+    torch.testing.assert_close(prediction, x[:, :1] * 3, rtol=1e-2, atol=1e-2)
+    assert bool((variance >= 1e-6).all())
+
+
+def newton(phi, y, classes, deviation, steps):
+    """Multinomial logistic regression with a Gaussian prior of mean zero, by Newton's method."""
+
+    def objective(w):
+        likelihood = nn.functional.cross_entropy(phi @ w.view(-1, classes), y, reduction="sum")
+        return likelihood + w.square().sum() / (2 * deviation**2)
+
+    w = torch.zeros(phi.shape[1] * classes, dtype=phi.dtype)
+    for _ in range(steps):
+        w = w - torch.linalg.solve(torch.func.hessian(objective)(w), torch.func.grad(objective)(w))
+    return w.view(-1, classes)
+
+
+@pytest.mark.parametrize(("classes", "num"), [(2, 10), (2, 40), (3, 30)])
+def test_classification_is_close_to_logistic_regression(classes, num):
+    """The Gaussian approximation of labels against a few Newton steps under the same prior, on untrained features."""
+    generator = torch.Generator().manual_seed(0)
+    results = []
+    for _ in range(20):
+        centres = torch.randn(classes, 4, generator=generator, dtype=torch.float64)
+        y = torch.arange(num + 90) % classes
+        x = centres[y] + torch.randn(num + 90, 4, generator=generator, dtype=torch.float64)
+        learner = head(4, classes, ml.losses.cross_entropy, adaptation=ml.BayesianHead(rank=0))
+        learner.state.flat[: 5 * classes] = 0  # the prior mean
+        learner.begin("a")
+        learner.observe(x[:num], y[:num], update=False)
+        phi = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+        expected = phi[num:] @ newton(phi[:num], y[:num], classes, 5 / math.sqrt(5), 4)
+        both = [logits.argmax(1) for logits in (learner.predict(x[num:]), expected)]
+        results.append([(both[0] == both[1]).double().mean(), *((one == y[num:]).double().mean() for one in both)])
+    agreement, own, reference = torch.tensor(results).mean(0).tolist()
+    assert agreement > 0.9
+    assert own > reference - 0.03
 
 
 def test_classification_learns_from_few_labels():

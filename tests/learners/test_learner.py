@@ -484,7 +484,7 @@ def test_an_error_in_the_middle_of_an_observe_leaves_the_learner(error: type[Bas
         ({"inner_steps": -1}, "inner_steps"),
         ({"only": "tail.*"}, "matches no parameter"),
         ({"chunk": 0}, "chunk"),
-        ({"max_tasks": 1}, "max_tasks must be an integer of at least 2"),
+        ({"max_tasks": 0}, "max_tasks must be an integer of at least 1"),
         ({"max_tasks": True}, "max_tasks"),
         ({"max_tasks": 2.0}, "max_tasks"),
     ],
