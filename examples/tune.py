@@ -19,8 +19,10 @@ import torch
 
 from metaleader.engine.engine import Engine
 from metaleader.evaluate import Record, play_together
-from metaleader.experiment import First, planned_updates
-from metaleader.presets import PRESETS, Preset
+from metaleader.experiments.experiment import Experiment
+from metaleader.plan import make_stream, planned_updates
+from metaleader.presets import PRESETS
+from metaleader.streams.base import View
 from metaleader.streams.datasets.registry import data_folder
 from metaleader.system.machine import find_device
 
@@ -40,10 +42,11 @@ def tune(
     preset = PRESETS[preset_name](schedule)
     if preset.threads is not None:
         torch.set_num_threads(preset.threads)
-    preset = dataclasses.replace(preset, tasks=min(tasks or preset.tasks, preset.tasks))
+    most = preset.tasks or 0
+    preset = dataclasses.replace(preset, tasks=min(tasks or most, most))
     folder, torch_device = data_folder(None if data is None else str(data)), find_device(device)
     seed_list = list(range(seed, seed + seeds))
-    streams = [First(preset.stream(s, folder), preset.tasks) for s in seed_list]
+    streams = [View(make_stream(preset, s, str(folder)), range(preset.tasks or 0)) for s in seed_list]
     lines = []
     for values in settings:
         started = time.perf_counter()
@@ -51,7 +54,7 @@ def tune(
         options = {"meta_steps": preset.meta_steps, "device": torch_device, "engine": engine} | values
         line = {"preset": preset_name, "method": method, "seeds": seed_list, "tasks": preset.tasks, **values}
         try:
-            learners = [preset.all_methods[method](preset.model, preset.loss, seed=s, **options) for s in seed_list]
+            learners = [preset.all_methods[method](preset.network, preset.loss, seed=s, **options) for s in seed_list]
             line["errors"] = errors(preset, learners, streams)
         except (TypeError, ValueError) as error:  # an option that the method does not have, or a loss that diverges
             line["failed"] = str(error)
@@ -60,17 +63,17 @@ def tune(
     return lines
 
 
-def errors(preset: Preset, learners: list[Any], streams: list[First]) -> dict[str, dict[str, float]]:
+def errors(preset: Experiment, learners: list[Any], streams: list[View]) -> dict[str, dict[str, float]]:
     """Return mean errors by the number of adaptation steps and the size of D_t."""
     plays = play_together(
-        learners, streams, preset.reveal, reveals=preset.reveals, steps=preset.steps, measure_at=preset.panels
+        learners, streams, preset.reveal, reveals=preset.reveals, steps=preset.steps, measure_at=preset.sizes()
     )
-    late = [record for records in plays for record in records if record.round >= preset.tasks // 2]
+    late = [record for records in plays for record in records if record.round >= (preset.tasks or 0) // 2]
     suffixes = ["", *(f"_{number}" for number in preset.steps[1:])]
     return {
         str(steps): {
             str(size): round(float(np.mean([error(r, suffix) for r in late if r.datapoints == size])), 4)
-            for size in preset.panels
+            for size in preset.sizes()
         }
         for steps, suffix in zip(preset.steps, suffixes, strict=True)
     }

@@ -5,11 +5,14 @@ A learner keeps an initialisation from which every new task of a stream is learn
 
 from metaleader import losses, models, streams
 from metaleader.evaluate import Record, play
+from metaleader.experiments.claims import better
+from metaleader.experiments.experiment import Experiment
 from metaleader.gradient.meta import adapt, meta_gradient
 from metaleader.learners import FTL, FTML, TOE, BayesianHead, Learner, Scratch
 from metaleader.live.session import Session
 from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.rows import recency
+from metaleader.methods import Method
 from metaleader.tasks import Batch, Task, TaskStream
 
 __version__ = "0.2.0"
@@ -20,7 +23,9 @@ __all__ = [
     "TOE",
     "Batch",
     "BayesianHead",
+    "Experiment",
     "Learner",
+    "Method",
     "Record",
     "Scratch",
     "Session",
@@ -28,6 +33,7 @@ __all__ = [
     "TaskBuffer",
     "TaskStream",
     "adapt",
+    "better",
     "losses",
     "meta_gradient",
     "models",

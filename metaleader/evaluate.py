@@ -252,7 +252,7 @@ def _net_scores(net: nn.Module, test: Batch, metric: Loss, parts: Parts, suffix:
 
 def _scores(prediction: Tensor, test: Batch, metric: Loss, parts: Parts, suffix: str) -> dict[str, Tensor]:
     scores = {f"loss{suffix}": metric(prediction, test.y).mean()}
-    if takes_labels(metric) or (_integers(test.y) and prediction.ndim == 2 and prediction.shape[1] > 1):
+    if takes_labels(metric) or (has_labels(test) and prediction.ndim == 2 and prediction.shape[1] > 1):
         scores[f"accuracy{suffix}"] = (prediction.argmax(1) == test.y).float().mean()
     for name, columns in () if suffix else parts.items():  # for the first number of steps only
         if prediction.ndim != 2 or not prediction[:, columns].numel():
@@ -263,7 +263,9 @@ def _scores(prediction: Tensor, test: Batch, metric: Loss, parts: Parts, suffix:
     return scores
 
 
-def _integers(y: Any) -> bool:
+def has_labels(batch: Batch) -> bool:
+    """Whether the targets are integers, one per datapoint: of predictions with columns, the accuracy is measured."""
+    y = batch.y
     return isinstance(y, Tensor) and not y.is_floating_point() and y.ndim == 1
 
 

@@ -32,7 +32,7 @@ def made_records(preset="rainbow-mnist", tasks=56, reveals=None, seeds=3, method
                 base = end + (start - end) * np.exp(-t / 7)
                 hard = np.exp(0.15 * noise.standard_normal())
                 needed = None
-                for i in range(reveals or fixed.reveals):
+                for i in range(reveals or fixed.reveals or 0):
                     datapoints = fixed.reveal * (i + 1)
                     error = min(0.9, float(base * hard * (i + 1) ** -power * np.exp(0.04 * noise.standard_normal())))
                     value = error if regression else 1 - error
@@ -69,11 +69,11 @@ def made_settings(gamma, steps=(5,)):
 
 
 def made_config(records=(), preset="rainbow-mnist", **config):
-    """A configuration as `metaleader run` writes it, for any preset."""
+    """A configuration as `metaleader run` writes it, for any preset; `preset` is the name of the experiment."""
     fixed = PRESETS[preset if preset in PRESETS else "rainbow-mnist"]("standard")
     return {
-        "format": 1,
-        "preset": preset,
+        "format": 2,
+        "experiment": preset,
         "methods": list(dict.fromkeys(r["method"] for r in records)),
         "seeds": len({r["seed"] for r in records}),
         "schedule": "standard",
@@ -82,10 +82,18 @@ def made_config(records=(), preset="rainbow-mnist", **config):
         "engine": "auto",
         "data": None,
         "tensorboard": False,
+        "set": [],
+        "first_seed": 0,
+        "regret": False,
+        "file": None,
+        "sha256": None,
+        "imports": {},
+        "styles": {},
+        "claims": [],
         "engines": {},
         "threads": 1,
         "settings": made_settings(fixed.gamma, fixed.steps),
-        "panels": list(fixed.panels),
+        "panels": list(fixed.sizes()),
         "error_name": fixed.error_name,
         "statistics": "batch",
         "hardware": "abacus",

@@ -9,8 +9,8 @@ import pytest
 
 import metaleader as ml
 from metaleader.evaluate import play
-from metaleader.experiment import First
 from metaleader.presets import PRESETS
+from metaleader.streams.base import View
 
 
 def test_own_stream(capsys):
@@ -51,8 +51,8 @@ def test_tune(capsys):
     preset = PRESETS["sinusoid"]("quick")
     alone = []
     for seed in (100, 101):
-        learner = preset.methods["ftl"](preset.model, preset.loss, meta_steps=preset.meta_steps, seed=seed)
-        stream = First(preset.stream(seed, "."), 2)
+        learner = preset.methods["ftl"](preset.network, preset.loss, meta_steps=preset.meta_steps, seed=seed)
+        stream = View(preset.stream(seed=seed), range(2))
         *_, last = play(learner, stream, preset.reveal, reveals=preset.reveals)
         alone.append(last.loss)
     assert first["errors"]["5"]["20"] == pytest.approx(sum(alone) / 2, abs=1e-3)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from metaleader.methods import METHODS, PAPER, factories, label, styles
+from metaleader.methods import METHODS, PAPER, known_method, label, styles
 from metaleader.presets import PRESETS
 
 
@@ -33,8 +33,7 @@ def test_labels_in_sentences_have_no_comma():
     assert METHODS["ftml-last"].style.phrase == "last-layer FTML"
 
 
-def test_factories_have_the_options_of_the_method_and_of_the_preset():
-    made = factories({"ftml-last": {"inner_lr": 0.5}, "toe": {}})
-    assert made["ftml-last"].keywords == {"only": "last", "inner_lr": 0.5}  # pyright: ignore[reportFunctionMemberAccess]
-    with pytest.raises(KeyError):
-        factories({"mine": {}})
+def test_known_methods_have_their_options_and_those_given():
+    assert known_method("ftml-last", {"inner_lr": 0.5}).options == {"only": "last", "inner_lr": 0.5}
+    with pytest.raises(ValueError, match="unknown method 'ftml-lost'; did you mean 'ftml-last'"):
+        known_method("ftml-lost", {})

@@ -221,7 +221,7 @@ def test_the_preset_has_an_output_a_class_and_records_five_ways():
     labels = np.tile(np.arange(94, 100), 10)
     images = draw.integers(256, size=(2, 60, 3, 32, 32), dtype=np.uint8)
     preset = PRESETS["cifar100"]("quick")
-    made = preset.methods["toe"](preset.model, preset.loss, meta_steps=1, tasks_per_step=2)
+    made = preset.methods["toe"](preset.network, preset.loss, meta_steps=1, tasks_per_step=2)
     assert made.query == 25
     tasks = NWayStream(Labelled(images[0], labels, images[1], labels), per_class=10)
     records = list(ml.play(made, tasks, reveal=50, steps=preset.steps))

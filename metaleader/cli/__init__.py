@@ -12,7 +12,8 @@ import tyro
 from metaleader.cli import runs
 from metaleader.cli.bench import bench as _bench
 from metaleader.cli.data import data as _data
-from metaleader.cli.list import list_presets
+from metaleader.cli.list import list_experiments
+from metaleader.cli.new import new as _new
 from metaleader.cli.show import show as _show
 from metaleader.cli.status import status as _status
 from metaleader.cli.theory import theory as _theory
@@ -25,7 +26,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "join": runs.join,
     "report": runs.report,
     "verify": runs.verify,
-    "list": list_presets,
+    "list": list_experiments,
+    "new": _new,
     "status": _status,
     "theory": _theory,
     "bench": _bench,

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
-from metaleader.experiment import Experiment, join_experiments, resume_experiment, run_experiment
 from metaleader.report.claims import check_claims
 from metaleader.report.page import write_report
+from metaleader.runner import RunOptions, join_experiments, resume_experiment, run_experiment
 
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -22,33 +23,38 @@ _COLOURS = {"agrees": "green", "disagrees": "bold red", "undecided": "yellow"}
 
 
 def run(
-    experiment: Annotated[Experiment, tyro.conf.arg(name="")] = Experiment(),  # noqa: B008
+    options: Annotated[RunOptions, tyro.conf.arg(name="")] = RunOptions(),  # noqa: B008
     *,
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
 ) -> None:
     """Run all methods of an experiment over the same streams; write records, figures and a report into a folder.
 
     Args:
-        experiment: the experiment.
-        out: The run folder; runs/PRESET if not given.
+        options: the experiment and how it is run.
+        out: The run folder; runs/NAME if not given, NAME being that of the preset or of the file.
     """
-    run_experiment(experiment, out or Path("runs") / experiment.preset)
+    run_experiment(options, out or Path("runs") / Path(options.experiment).name.removesuffix(".py"))
 
 
-def resume(folder: Folder) -> None:
+def resume(
+    folder: Folder,
+    *,
+    experiment: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
+) -> None:
     """Continue a run that was stopped by Ctrl-C, a kill or a power failure; the result is the same as without the stop.
 
     Args:
         folder: the run folder.
+        experiment: the experiment file of the run, if it has moved; it must be unchanged.
     """
-    resume_experiment(folder)
+    resume_experiment(folder, experiment)
 
 
 def join(folders: Folders, *, out: Annotated[Path, tyro.conf.arg(metavar="NEW")]) -> None:
     """Join finished runs of one experiment, each of different methods, into one run.
 
-    Methods can then run as separate processes or on separate machines. Preset, schedule, seeds, tasks and settings must
-    be equal.
+    Methods can then run as separate processes or on separate machines. Experiment, schedule, seeds, tasks and settings
+    must be equal.
 
     Args:
         folders: run folders, all finished; they are not changed.
@@ -75,7 +81,7 @@ def report(
 
 
 def verify(folder: Folder) -> int:
-    """Test the paper's claims on a run: each agrees, disagrees or is undecided, by margins fixed before any run.
+    """Test the claims of the paper and of the experiment on a run: each agrees, disagrees or is undecided.
 
     Args:
         folder: the run folder.
@@ -87,7 +93,7 @@ def verify(folder: Folder) -> int:
     title = "claims, with the 90 % interval over paired seeds"
     table = Table(Column("claim", ratio=1), "effect", "interval", "claimed", "verdict", title=title, show_lines=True)
     for claim in claims:
-        table.add_row(claim.text, *claim.cells(), f"[{_COLOURS[claim.verdict]}]{claim.verdict}[/]")
+        table.add_row(escape(claim.text), *claim.cells(), f"[{_COLOURS[claim.verdict]}]{claim.verdict}[/]")
     Console().print(table)
     count = Counter(claim.verdict for claim in claims)
     print(f"{count['agrees']} agree, {count['disagrees']} disagree, {count['undecided']} undecided")

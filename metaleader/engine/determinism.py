@@ -1,10 +1,12 @@
-"""Settings of torch that change results on a GPU: TF32, and the order of sums."""
+"""Global state that changes results: random generators, and on a GPU TF32 and the order of sums."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 
@@ -30,6 +32,24 @@ def repeatable(device: torch.device) -> Iterator[None]:
                 yield
         finally:
             cudnn.allow_tf32, cudnn.deterministic = before
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of Python, NumPy and torch, and restore their states (on the CPU) afterwards.
+
+    The library draws from generators of its own; a user's code may draw from the global ones.
+    """
+    before = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])  # noqa: NPY002
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The claims of the paper for each stream, tested on a run by margins fixed before any run.
+"""Claims tested on a run: those of the paper for each stream, by margins fixed before any run, and one's own.
 
 Methods share seeds and streams, so a claim is tested by paired differences: one number per seed, and its 90 % t
 interval over seeds (5 % error on either side). docs/verify.md gives the reason for each margin.
@@ -7,17 +7,21 @@ interval over seeds (5 % error on either side). docs/verify.md gives the reason 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from metaleader.methods import METHODS
-from metaleader.presets import PRESETS, Preset
-from metaleader.report.records import over_seeds, record_error, step_suffixes, where
-from metaleader.runs.folder import read_config, read_records
+from metaleader.experiments.claims import Better
+from metaleader.experiments.experiment import Experiment
+from metaleader.methods import METHODS, Style
+from metaleader.methods import styles as styles_of
+from metaleader.presets import PRESETS
+from metaleader.report.loaded import preset_of
+from metaleader.report.records import of_one_protocol, over_seeds, record_error, step_suffixes, where
+from metaleader.runs.folder import Config, read_config, read_records
 
 Verdict = Literal["disagrees", "undecided", "agrees"]  # of several pairs, the earliest in this order counts
 Values = dict[tuple[int, int], float]  # by seed and round
@@ -33,7 +37,7 @@ FEW, MORE, MANY = 0, 1, -1  # the paper's panels
 
 @dataclass(frozen=True)
 class Claim:
-    """A tested claim of the paper.
+    """A tested claim.
 
     Attributes:
         text: the claim as a sentence, followed by the numbers behind the verdict, or the reason why there is none.
@@ -137,32 +141,58 @@ def check_claims(folder: str | Path) -> list[Claim]:
         OSError: if the folder holds no run.
     """
     config = read_config(folder)
-    name = config["preset"]
-    if name not in STATEMENTS:
-        raise ValueError(f"{folder}: no claims are known for the preset {name!r}; there are {', '.join(STATEMENTS)}")
-    preset, standard = (PRESETS[name](schedule) for schedule in (config["schedule"], "standard"))
-    run = _Run(where(read_records(folder), protocol="online"), preset, standard, config["seeds"])
-    return [_judge(statement, run) for statement in STATEMENTS[name]]
+    name, preset = config["experiment"], preset_of(config)
+    statements = STATEMENTS.get(name, ()) if preset is not None else ()
+    own = [Better.from_plain(values) for values in config["claims"]]
+    if not statements and not own:
+        known = f"for the experiment {name!r}" if config["file"] else f"for the preset {name!r}"
+        raise ValueError(
+            f"{folder}: no claims are known {known}; there are {', '.join(STATEMENTS)}, and the `claims` of an"
+            " experiment of your own"
+        )
+    records = read_records(folder)
+    styles = styles_of(dict.fromkeys([*METHODS, *config["methods"]]), config["styles"])
+    tested = []
+    if preset is not None and statements:
+        run = _preset_run(where(records, protocol="online"), preset, PRESETS[name]("standard"), config["seeds"], styles)
+        tested = [_judge(statement, run) for statement in statements]
+    for claim in own:
+        tested.append(_judge(*_own_claim(claim, of_one_protocol(records), config, styles)))
+    return tested
 
 
 @dataclass(frozen=True)
 class _Run:
-    records: list[Mapping[str, Any]]
-    # A run of fewer tasks than the preset has is not finished.
-    preset: Preset
-    # Sizes and margins are those of the standard schedule: a quick run may lack the sizes of the paper.
-    standard: Preset
-    seeds: int
+    """The records of a run, and the numbers that statements refer to.
 
-    def allowed(self) -> float:
-        """The error that the threshold of proficiency allows; without a threshold 0.1, as on Rainbow MNIST."""
-        gamma = 0.9 if self.standard.gamma is None else self.standard.gamma
-        return 1 - gamma if self.standard.error_name == "error" else gamma
+    Attributes:
+        tasks: all tasks of the experiment; a run of fewer is not finished.
+        seeds: the number of seeds.
+        reveal: datapoints per reveal.
+        all_data: the number of datapoints of a task.
+        panels: the sizes that statements refer to.
+        allowed: the unit of margins of errors.
+        counted: the unit of margins of datapoints.
+    """
+
+    records: Sequence[Mapping[str, Any]]
+    styles: Mapping[str, Style]
+    tasks: int
+    seeds: int
+    reveal: int
+    all_data: int
+    panels: Sequence[int]
+    allowed: float
+    counted: float
+
+    def phrase(self, method: str) -> str:
+        """The label of a method in a sentence."""
+        return self.styles[method].phrase if method in self.styles else method
 
     def values(self, method: str, value: int | str) -> dict[str, Values]:
         """The value of each task played, by measured number of adaptation steps ("" for the default)."""
         by_steps: dict[str, Values] = {}
-        size = self.standard.panels[value] if isinstance(value, int) else self.preset.panels[-1]
+        size = self.panels[value] if isinstance(value, int) else self.all_data
         suffixes = ["", *(step_suffixes(self.records) if value != "needed" else ())]
         for r in where(self.records, method=method, datapoints=size):
             for suffix in suffixes:
@@ -173,16 +203,52 @@ class _Run:
         return by_steps
 
 
+def _preset_run(
+    records: Sequence[Mapping[str, Any]],
+    preset: Experiment,
+    standard: Experiment,
+    seeds: int,
+    styles: Mapping[str, Style],
+) -> _Run:
+    """Sizes and margins are those of the standard schedule: a quick run may lack the sizes of the paper."""
+    # The error that the threshold of proficiency allows; without a threshold 0.1, as on Rainbow MNIST.
+    gamma = 0.9 if standard.gamma is None else standard.gamma
+    allowed = 1 - gamma if standard.error_name == "error" else gamma
+    tasks, panels = preset.tasks or 0, standard.sizes()
+    return _Run(
+        records, styles, tasks, seeds, preset.reveal, preset.sizes()[-1], panels, allowed, float(standard.reveal)
+    )
+
+
+def _own_claim(
+    claim: Better, records: Sequence[Mapping[str, Any]], config: Config, styles: Mapping[str, Style]
+) -> tuple[Statement, _Run]:
+    """A claim of the user's own as a statement; its margin is in units of the error or of datapoints."""
+    settings = config["settings"]
+    all_data = settings["reveal"] * settings["reveals"]
+    panels = [all_data if claim.at == "needed" else claim.at]
+    tasks = settings.get("tasks", config["tasks"])
+    run = _Run(records, styles, tasks, config["seeds"], settings["reveal"], all_data, panels, 1.0, 1.0)
+    one, other = run.phrase(claim.better), run.phrase(claim.worse)
+    needed = claim.at == "needed"
+    text = f"{one} needs fewer datapoints than {other}" if needed else f"{one} is better than {other} after {{}}"
+    if claim.text is not None:
+        text = claim.text.replace("{", "{{").replace("}", "}}")
+    name = f"{claim.better}-{claim.worse}-{claim.at}"
+    value: Literal[0, "needed"] = "needed" if needed else 0
+    return Statement(name, text, (claim.better,), (claim.worse,), value, claim.margin), run
+
+
 def _judge(statement: Statement, run: _Run) -> Claim:
     """Test every pair of methods; the result is that of the pair that supports the claim least."""
-    after = "" if statement.value == "needed" else f"{run.standard.panels[statement.value]} datapoints"
+    after = "" if statement.value == "needed" else f"{run.panels[statement.value]} datapoints"
     margin, unit = statement.margin, {"difference": "error", "ratio": "times"}.get(statement.statistic, "of tasks")
     if statement.statistic == "difference":
-        margin, unit = (margin * run.allowed(), unit) if after else (margin * run.standard.reveal, "datapoints")
+        margin, unit = (margin * run.allowed, unit) if after else (margin * run.counted, "datapoints")
     text = statement.text.format(after)
     blank = Claim(statement.name, text, None, None, margin, statement.two_sided, unit, "undecided")
     values = {method: run.values(method, statement.value) for method in statement.better + statement.worse}
-    names = {method: METHODS[method].style.phrase for method in values}
+    names = {method: run.phrase(method) for method in values}
     missing = [names[method] for method, by_steps in values.items() if not by_steps]
     if missing:
         return replace(blank, text=f"{text}: no records of {', '.join(missing)}{after and f' after {after}'}")
@@ -204,7 +270,7 @@ def _judge_pair(
     """The claim, and the distance of its interval, or with one seed its effect, from the margin."""
     both = better.keys() & worse.keys()
     seeds = sorted({seed for seed, _ in both})
-    rounds = [t for t in range(run.preset.tasks) if seeds and all((seed, t) in both for seed in seeds)]
+    rounds = [t for t in range(run.tasks) if seeds and all((seed, t) in both for seed in seeds)]
     if not rounds:
         return replace(blank, text=f"{blank.text}: no task was played by all methods yet"), 0.0
     a, b = (np.array([[side[seed, t] for t in rounds] for seed in seeds]) for side in (better, worse))
@@ -212,7 +278,7 @@ def _judge_pair(
         third = -(-len(rounds) // 3)  # rounded up, as in tables and figures
         a, b = a[:, -third:], b[:, -third:] if statement.worse else a[:, :third]
     effects, numbers, solved = _effects(statement, run, names, a, b)
-    text = f"{blank.text}: {numbers}; {len(rounds)} of {run.preset.tasks} tasks, {len(seeds)} of {run.seeds} seeds"
+    text = f"{blank.text}: {numbers}; {len(rounds)} of {run.tasks} tasks, {len(seeds)} of {run.seeds} seeds"
     if not np.isfinite(effects).all():
         return replace(blank, text=f"{text}; a value is zero or not finite"), 0.0
     to_unit = math.exp if statement.statistic == "ratio" else float
@@ -227,7 +293,7 @@ def _judge_pair(
     claim = replace(claim, uncertainty=(low, high))
     inside = min(low - least, most - high)
     verdict = "agrees" if inside > 0 else "disagrees" if high < least or low > most else "undecided"
-    if len(rounds) < run.preset.tasks or len(seeds) < run.seeds:
+    if len(rounds) < run.tasks or len(seeds) < run.seeds:
         return replace(claim, text=f"{text}; not finished"), inside
     if claim.unit == "datapoints" and verdict != "undecided" and solved[verdict == "disagrees"] < 0.5:
         return replace(claim, text=f"{text}; too few solved to tell"), inside
@@ -240,16 +306,16 @@ def _effects(
     """The effect of each seed from values (seeds, tasks), the means as text, and the fractions of tasks solved."""
     solved = float(np.isfinite(a).mean()), float(np.isfinite(b).mean())
     if statement.statistic == "first":
-        return (a <= run.preset.reveal).mean(1), f"{solved[0]:.0%} in the end", solved
+        return (a <= run.reveal).mean(1), f"{solved[0]:.0%} in the end", solved
     shares = ["", ""]
     if statement.value == "needed":
         # A task that was never solved counts with all its data.
-        a, b = (np.minimum(side, run.preset.panels[-1]) for side in (a, b))
+        a, b = (np.minimum(side, run.all_data) for side in (a, b))
         shares = [f" ({share:.0%} solved)" for share in solved]
     numbers = f"{names[0]} {a.mean():.3g}{shares[0]}, {names[1]} {b.mean():.3g}{shares[1]}"
     with np.errstate(all="ignore"):
         if statement.statistic == "behind":
-            effects = np.where(np.isfinite(a + b), b - a > LIKENESS * run.allowed(), math.nan).mean(1)
+            effects = np.where(np.isfinite(a + b), b - a > LIKENESS * run.allowed, math.nan).mean(1)
         elif statement.statistic == "ratio":
             effects = np.log(b.mean(1)) - np.log(a.mean(1))
         else:

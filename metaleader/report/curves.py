@@ -76,18 +76,26 @@ class Panel:
     zero: bool = False
 
 
-def run_panels(records: Records, sizes: Iterable[int], gamma: float | None, error_name: str) -> dict[str, list[Panel]]:
+# Labels and colours of methods, by method
+Given = Mapping[str, Mapping[str, Any]] | None
+
+
+def run_panels(
+    records: Records, sizes: Iterable[int], gamma: float | None, error_name: str, given: Given = None
+) -> dict[str, list[Panel]]:
     """The panels of a run's figures; the arguments are those of `draw_figures`."""
     return {
-        "figure": stream_panels(records, sizes, gamma, error_name),
-        "learning": [learning_panel(records, error_name)],
-        "cumulative": cumulative_panels(records),
+        "figure": stream_panels(records, sizes, gamma, error_name, given),
+        "learning": [learning_panel(records, error_name, given)],
+        "cumulative": cumulative_panels(records, given),
     }
 
 
-def stream_panels(records: Records, sizes: Iterable[int], gamma: float | None, error_name: str) -> list[Panel]:
+def stream_panels(
+    records: Records, sizes: Iterable[int], gamma: float | None, error_name: str, given: Given = None
+) -> list[Panel]:
     """The panels of the paper: datapoints to proficiency and errors, or accuracies without a threshold."""
-    methods, records = methods_of(records), of_one_protocol(records)
+    methods, records = methods_of(records, given), of_one_protocol(records)
     window = _WINDOW if num_rounds(records) >= _SMOOTH_FROM else 1
     x_label = "task" if window == 1 else f"task (running mean of {window} tasks)"
     has_accuracy = any(r["accuracy"] is not None for r in records)
@@ -110,9 +118,9 @@ def stream_panels(records: Records, sizes: Iterable[int], gamma: float | None, e
     return panels
 
 
-def learning_panel(records: Records, error_name: str) -> Panel:
+def learning_panel(records: Records, error_name: str, given: Given = None) -> Panel:
     """Learning within a task: the error against the number of datapoints, over the last third of the tasks."""
-    methods, records = methods_of(records), of_one_protocol(records)
+    methods, records = methods_of(records, given), of_one_protocol(records)
     curves = _curves(third(records, "last"), methods, "datapoints", record_error)
     sizes = [r["datapoints"] for r in records]
     x_log = bool(sizes) and max(sizes) >= 12 * min(sizes)
@@ -120,7 +128,7 @@ def learning_panel(records: Records, error_name: str) -> Panel:
     return Panel(curves, "datapoints of the task", label, x_log, _needs_log(curves))
 
 
-def cumulative_panels(records: Records) -> list[Panel]:
+def cumulative_panels(records: Records, given: Given = None) -> list[Panel]:
     """The sum over rounds of the mean loss over a round's measured reveals; one panel per protocol."""
     panels = []
     for protocol in dict.fromkeys(r["protocol"] for r in records):
@@ -134,7 +142,7 @@ def cumulative_panels(records: Records) -> list[Panel]:
             sums.append({"method": method, "seed": seed, "round": t, "value": totals[method, seed]})
         # Not the regret: records do not contain the loss of the comparator that Eq. 3 subtracts.
         name = "cumulative loss" if protocol == "online" else f"cumulative loss, {protocol} protocol"
-        curves = _curves(sums, methods_of(records), "round", lambda r: r["value"])
+        curves = _curves(sums, methods_of(records, given), "round", lambda r: r["value"])
         panels.append(Panel(curves, "task", name, zero=True))
     return panels
 

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from metaleader.methods import Style
-from metaleader.report.curves import Curve, Panel, band, marked, run_panels
+from metaleader.report.curves import Curve, Given, Panel, band, marked, run_panels
 from metaleader.report.records import Records
 from metaleader.system.files import write_drawn
 
@@ -33,20 +33,22 @@ def draw_figures(
     folder: str | os.PathLike[str],
     error_name: str = "error",
     gamma: float | None = None,
+    given: Given = None,
 ) -> list[Path]:
     """Draw the figures of a run, each as PNG and SVG: the panels of the paper, learning within a task, cumulative loss.
 
     Args:
         records: from `read_records`.
-        sizes: the sizes of D_t shown, such as `Preset.panels`.
+        sizes: the sizes of D_t shown, such as `Experiment.panels`.
         folder: where to write `figure`, `learning` and `cumulative`.
         error_name: the name of the error.
         gamma: the threshold of proficiency; None shows accuracies.
+        given: labels and colours of methods, as `{"mine": {"label": "my method", "colour": "#D55E00"}}`.
 
     Returns:
         The files, `figure.png` first.
     """
-    figures = run_panels(records, sizes, gamma, error_name)
+    figures = run_panels(records, sizes, gamma, error_name, given)
     return [path for name, panels in figures.items() for path in draw_panels(panels, Path(folder) / name)]
 
 
@@ -62,7 +64,7 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> list[Path]:
         curves = {curve.method: curve for panel in panels for curve in panel.curves}
         if curves:
             handles: list[Any] = [
-                Line2D([], [], label=curve.style.label, **_line(curve.style), markersize=5.5)
+                Line2D([], [], label=_plain(curve.style.label), **_line(curve.style), markersize=5.5)
                 for curve in curves.values()
             ]
             if any(np.isfinite(curve.error).any() for curve in curves.values()):
@@ -133,11 +135,18 @@ def _show_censoring(axes: Axes, panel: Panel) -> None:
     axes.axhline(panel.limit, color="#555555", linewidth=0.8, linestyle=(0, (1, 2)))
     axes.set_ylim(0, panel.limit * 1.42)
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick < 0.94 * panel.limit] + [panel.limit])
-    solved = "   ".join(f"{curve.style.label} {curve.solved:.0%}".replace(" ", "\xa0") for curve in panel.curves)
+    solved = "   ".join(
+        f"{_plain(curve.style.label)} {curve.solved:.0%}".replace(" ", "\xa0") for curve in panel.curves
+    )
     lines = [line.replace("\xa0", " ") for line in textwrap.wrap(f"solved:\xa0{solved}", 47)]
     if any(curve.censored.any() for curve in panel.curves):
         lines.append(f"unsolved tasks count as {panel.limit} (hollow markers)")
     axes.text(0.02, 0.995, "\n".join(lines), transform=axes.transAxes, va="top", fontsize=7.5, color="#333333")
+
+
+def _plain(label: str) -> str:
+    """A label without meaning to matplotlib: $ begins mathematics there, and _ a line without a legend."""
+    return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
 
 
 def _line(style: Style) -> dict[str, Any]:

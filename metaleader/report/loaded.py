@@ -1,4 +1,4 @@
-"""A run as reports show it: its configuration, its records and the preset it was made with."""
+"""A run as reports show it: its configuration, its records, and for a preset its experiment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from metaleader.presets import PRESETS, Preset
+from metaleader.experiments.experiment import Experiment
+from metaleader.experiments.settings import with_settings
+from metaleader.methods import Style
+from metaleader.methods import styles as styles_of
+from metaleader.presets import PRESETS
 from metaleader.report.records import Records, of_one_protocol, record_error
 from metaleader.runs.folder import Config, read_config, read_records
 
@@ -31,12 +35,23 @@ class LoadedRun:
     records: Records
 
     @cached_property
-    def preset(self) -> Preset | None:
-        """The preset of the run; None if it is not in `PRESETS`."""
-        make = PRESETS.get(self.config["preset"])
-        return None if make is None else make(self.config["schedule"])
+    def preset(self) -> Experiment | None:
+        """The preset of the run; None for an experiment file, which is not executed."""
+        try:
+            return preset_of(self.config)
+        except ValueError:  # a setting that the preset no longer has
+            return None
 
-    # The next four are those of the configuration: the preset may have changed since the run.
+    # The next are those of the configuration: the preset may have changed since the run.
+
+    @cached_property
+    def styles(self) -> dict[str, Style]:
+        """The labels, colours, markers and dashes of the methods that have records."""
+        return styles_of((r["method"] for r in self.records), self.config["styles"])
+
+    def label(self, method: str) -> str:
+        """The label of a method."""
+        return styles_of([method], self.config["styles"])[method].label
 
     @property
     def sizes(self) -> list[int]:
@@ -77,6 +92,14 @@ class LoadedRun:
         """The measure of a record; the suffix is that of `record_error`."""
         error = record_error(record, suffix)
         return 1 - error if self.measure == "accuracy" and error is not None else error
+
+
+def preset_of(config: Config) -> Experiment | None:
+    """The preset of a run, with the settings of the run; None for an experiment file."""
+    make = PRESETS.get(config["experiment"])
+    if make is None or config["file"] is not None:
+        return None
+    return with_settings(make(config["schedule"]), config["set"], config["methods"])
 
 
 def load_runs(folders: Sequence[str | os.PathLike[str]]) -> list[LoadedRun]:

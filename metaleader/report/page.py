@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from metaleader.presets import First
+from metaleader.builders import call_with
 from metaleader.report.claims import check_claims
 from metaleader.report.curves import Panel, run_panels
 from metaleader.report.loaded import LoadedRun, load_runs
-from metaleader.report.records import methods_of, num_rounds
+from metaleader.report.records import num_rounds
 from metaleader.report.sheet import contact_sheet
 from metaleader.report.svg import chart, common_axes, legend
 from metaleader.report.tables import configuration_table, costs_table, differences_table, readings_table, results_table
+from metaleader.streams.base import View
 from metaleader.system.files import check_target, write_atomic
 
 _SHEET_TASKS, _SHEET_EXAMPLES = 8, 8
@@ -27,7 +28,7 @@ def write_report(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLi
     """Write the report of run folders.
 
     Args:
-        folders: run folders, finished or not; runs of one preset are shown on common axes.
+        folders: run folders, finished or not; runs of one experiment are shown on common axes.
         out: the page to write; `report.html` in the first folder if None.
 
     Returns:
@@ -35,7 +36,7 @@ def write_report(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLi
     """
     groups: dict[str, list[LoadedRun]] = {}
     for run in load_runs(folders):
-        groups.setdefault(run.config["preset"], []).append(run)
+        groups.setdefault(run.config["experiment"], []).append(run)
     path = Path(out) if out is not None else Path(folders[0]) / "report.html"
     check_target(path)
     write_atomic(path, _page(groups).encode())
@@ -98,7 +99,7 @@ def _figures(runs: Sequence[LoadedRun]) -> str:
     """A row of charts per run; charts with the same label have common axes in all runs."""
     rows: list[list[Panel]] = []
     for run in runs:
-        figures = run_panels(run.records, run.sizes, run.gamma, run.error_name)
+        figures = run_panels(run.records, run.sizes, run.gamma, run.error_name, run.config["styles"])
         rows.append([panel for panels in figures.values() for panel in panels])
     by_label: dict[str, list[Panel]] = {}
     for panel in (panel for row in rows for panel in row):
@@ -108,7 +109,7 @@ def _figures(runs: Sequence[LoadedRun]) -> str:
     for run, row in zip(runs, rows, strict=True):
         heading = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
         charts = "".join(chart(panel, axes[panel.y_label]) for panel in row)
-        blocks.append(f'{heading}{legend(methods_of(run.records).values())}<div class="charts">{charts}</div>')
+        blocks.append(f'{heading}{legend(run.styles.values())}<div class="charts">{charts}</div>')
     blocks.append(
         "<p>The cumulative loss is the sum over tasks of the mean loss over a task's reveals. It is not the regret: no "
         "comparator is subtracted.</p>"
@@ -118,7 +119,7 @@ def _figures(runs: Sequence[LoadedRun]) -> str:
 
 def _checks(run: LoadedRun) -> str:
     """The verdicts of `metaleader verify`."""
-    heading = f"<h3>Checks of the paper's claims: {escape(run.name)}</h3>"
+    heading = f"<h3>Checks of claims: {escape(run.name)}</h3>"
     try:
         claims = check_claims(run.folder)
     except (ValueError, OSError) as error:
@@ -133,20 +134,22 @@ def _checks(run: LoadedRun) -> str:
 
 def _sheet(run: LoadedRun) -> str:
     """A contact sheet of the stream of a run; empty if its data is missing."""
-    num = num_rounds(run.records)
+    num, seed = num_rounds(run.records), run.config["first_seed"]
     if run.preset is None or num == 0:
         return ""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sheet.png"
         try:
-            stream = First(run.preset.stream(0, run.config["data"]), num)
-            title = f"{run.config['preset']}, seed 0, {num} tasks played"
+            stream = View(call_with(run.preset.stream, seed=seed, data=run.config["data"]), range(num))
+            title = f"{run.config['experiment']}, seed {seed}, {num} tasks played"
             contact_sheet(stream, path, _SHEET_TASKS, _SHEET_EXAMPLES, title)
         except (ValueError, OSError, ImportError, RuntimeError):
             return ""
         image = base64.b64encode(path.read_bytes()).decode()
     shown = min(_SHEET_TASKS, len(stream))
-    alt = f"Contact sheet: {shown} of the {num} tasks played of {run.config['preset']}, with some of their datapoints"
+    alt = (
+        f"Contact sheet: {shown} of the {num} tasks played of {run.config['experiment']}, with some of their datapoints"
+    )
     picture = f'<img class="sheet" alt="{escape(alt)}" src="data:image/png;base64,{image}">'
     return f'<h3>Tasks</h3><div class="scroll" tabindex="0" role="region" aria-label="Contact sheet">{picture}</div>'
 

@@ -1,18 +1,17 @@
-"""The output of a run: progress bars or lines, event files for TensorBoard, and the table at the end."""
+"""The output of a run: progress bars or lines, and the table at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Self
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from metaleader.evaluate import Record
-from metaleader.methods import label
 from metaleader.report.loaded import LoadedRun
 from metaleader.report.records import estimate, over_seeds, record_error, third, where
 from metaleader.report.text import duration, with_error
@@ -22,12 +21,11 @@ from metaleader.runs.folder import read_costs
 class Display:
     """Shows the progress of each method: bars on a terminal, otherwise one line per round.
 
-    Each method has `rounds` rounds. Event files of TensorBoard go into the folder `tensorboard`, if given.
+    Each method has `rounds` rounds, and one of the `labels`.
     """
 
-    def __init__(self, console: Console, error_name: str, rounds: int, tensorboard: Path | None = None) -> None:
-        self._console, self._error_name, self._rounds, self._tensorboard = console, error_name, rounds, tensorboard
-        self._writer: Any = None
+    def __init__(self, console: Console, error_name: str, rounds: int, labels: Mapping[str, str]) -> None:
+        self._console, self._error_name, self._rounds, self._labels = console, error_name, rounds, labels
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -42,16 +40,12 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
-        self._close_writer()
 
     def begin(self, method: str, played: int, line: str) -> None:
         """Begin a method that has already played some rounds; prints the line after its label."""
-        self._label, self._played, self._seconds = label(method), played, []
+        self._label, self._played, self._seconds = self._labels[method], played, []
         self._console.print(f"{self._label}: {line}", highlight=False, markup=False, soft_wrap=True)
-        self._bar = self._bars.add_task(self._label, total=self._rounds, completed=played, note="")
-        self._close_writer()
-        if self._tensorboard is not None:
-            self._writer = summary_writer()(str(self._tensorboard / method), purge_step=played)
+        self._bar = self._bars.add_task(escape(self._label), total=self._rounds, completed=played, note="")
 
     def reveal(self, records: Sequence[Record], fraction: float) -> None:
         """Show the records of a reveal, one per seed, after which this fraction of the round is done."""
@@ -60,34 +54,14 @@ class Display:
         progress = f"round {first.round + 1}/{self._rounds}, {first.task}, {first.datapoints} datapoints"
         self._note = f"{progress}, {name} {error:.3g}"
         self._bars.update(self._bar, completed=first.round + min(fraction, 1.0), note=self._note)
-        if self._writer is not None:
-            self._writer.add_scalar(f"{name} after {first.datapoints} datapoints", error, first.round)
 
     def round_saved(self, seconds: float) -> None:
         """Report that a round has been saved after this time."""
         self._seconds.append(seconds)
-        if self._writer is not None:
-            self._writer.flush()
         if not self._console.is_terminal:
             left = float(np.mean(self._seconds)) * (self._rounds - self._played - len(self._seconds))
             line = f"{self._label}: {self._note}, {duration(left)} left"
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def _close_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-
-def summary_writer() -> Any:
-    """The writer class of TensorBoard; raises ValueError if this optional dependency is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # pyright: ignore[reportPrivateImportUsage]
-    except ImportError as error:
-        raise ValueError(
-            f"--tensorboard needs the package tensorboard ({error}); install metaleader[tensorboard], or leave it out"
-        ) from error
-    return SummaryWriter
 
 
 def result_table(run: LoadedRun) -> Table:
@@ -103,5 +77,6 @@ def result_table(run: LoadedRun) -> Table:
         cells = [with_error(*estimate(records, record_error)) for records in groups]
         solved = [r["needed"] is not None for r in groups[1]]
         seconds = f"{costs[method].seconds:.0f}" if method in costs else "–"
-        table.add_row(label(method), *cells, f"{np.mean(solved):.0%}", seconds)
+        share = f"{np.mean(solved):.0%}" if solved else "–"
+        table.add_row(escape(run.label(method)), *cells, share, seconds)
     return table

@@ -31,9 +31,9 @@ def step_suffixes(records: Records) -> list[str]:
     return [f"_{number}" for number in sorted(numbers)]
 
 
-def methods_of(records: Records) -> dict[str, Style]:
-    """The methods that have records, with their styles, those of `METHODS` first."""
-    return styles(r["method"] for r in records)
+def methods_of(records: Records, given: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Style]:
+    """The methods that have records, with their styles, those of `METHODS` first; `given` has labels and colours."""
+    return styles((r["method"] for r in records), given)
 
 
 def where(records: Records, **values: Any) -> list[Mapping[str, Any]]:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from metaleader.methods import label
 from metaleader.report.loaded import LoadedRun
 from metaleader.report.pairs import paired_differences
 from metaleader.report.records import estimate, finished, methods_of, step_suffixes, third, where
@@ -100,7 +99,7 @@ def differences_table(runs: Sequence[LoadedRun]) -> str:
             for found in differences:
                 if found.interval is not None:
                     low, high = found.interval
-                    row = [f"{label(found.second)} − {label(found.first)}", *([run.name] if len(runs) > 1 else [])]
+                    row = [f"{run.label(found.second)} − {run.label(found.first)}", *([run.name] if len(runs) > 1 else [])]
                     row += [f"{size:,}", str(found.seeds), f"{found.mean:.3g}", f"{low:.3g} to {high:.3g}"]
                     rows.append([*row, f"{found.p:.2g}"])
     if not rows:
@@ -117,7 +116,12 @@ def differences_table(runs: Sequence[LoadedRun]) -> str:
 def costs_table(runs: Sequence[LoadedRun]) -> str:
     """Time and memory of the runs that have a `times.csv`."""
     rows = [
-        [label(method), run.name, duration(cost.seconds), "–" if cost.peak_mb is None else f"{cost.peak_mb:,.0f} MB"]
+        [
+            run.label(method),
+            run.name,
+            duration(cost.seconds),
+            "–" if cost.peak_mb is None else f"{cost.peak_mb:,.0f} MB",
+        ]
         for run in runs
         for method, cost in read_costs(run.folder).items()
     ]
@@ -156,7 +160,7 @@ def _row_headers(runs: Sequence[LoadedRun]) -> list[str]:
 
 
 def _row_start(method: str, run: LoadedRun, runs: Sequence[LoadedRun]) -> list[str]:
-    return [label(method), run.name] if len(runs) > 1 else [label(method)]
+    return [run.label(method), run.name] if len(runs) > 1 else [run.label(method)]
 
 
 def _kind(runs: Sequence[LoadedRun]) -> str:

@@ -18,24 +18,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
+from metaleader.methods import check_colour
 from metaleader.runs.digest import committed, is_valid, newest
 from metaleader.system.files import write_atomic
 from metaleader.system.trees import load_tree, save_tree
 
 _log = logging.getLogger("metaleader")
 
-FORMAT = 1
+FORMAT = 2
 Schedule = Literal["standard", "paper", "quick"]
 COLUMNS = ("method", "seed", "protocol", "round", "task", "datapoints", "loss", "accuracy", "needed")
 TIMES = ("method", "round", "seconds", "peak_mb")
 _CHECKPOINT, _CHECKPOINT_VERSION = "metaleader-checkpoint", 2
 # Values that may be edited, for instance to resume on another machine
-_EDITABLE = {"device", "engine", "engines", "threads", "data", "tensorboard", "hardware", "versions", "commit"}
+_EDITABLE = {"device", "engine", "engines", "threads", "data", "tensorboard", "file", "styles"}
+_EDITABLE |= {"hardware", "versions", "commit"}
 _TEXT, _INTEGERS = ("method", "protocol", "task"), ("seed", "round", "datapoints", "needed", "new_datapoints")
 
 
 class Settings(TypedDict):
-    """The settings of the preset in `config.json`."""
+    """The settings of the experiment in `config.json`."""
 
     meta_steps: int
     reveal: int
@@ -47,10 +49,14 @@ class Settings(TypedDict):
 
 
 class Config(TypedDict):
-    """The values of `config.json`, which `read_config` checks."""
+    """The values of `config.json`, which `read_config` checks.
+
+    Format 1 has `preset` instead of `experiment`; of the settings of loss and learners only those that were given; and
+    none of `_NEW`, which `read_config` adds.
+    """
 
     format: int
-    preset: str
+    experiment: str
     methods: list[str]
     seeds: int
     schedule: Schedule
@@ -59,15 +65,36 @@ class Config(TypedDict):
     engine: str
     data: str | None
     tensorboard: bool
+    set: list[str]
+    first_seed: int
+    regret: bool
+    file: str | None
+    sha256: str | None
+    imports: dict[str, Any]
     engines: dict[str, str]
     threads: int
     settings: Settings
+    styles: dict[str, Any]  # label and colour of each method
     panels: list[int]
     error_name: str
+    claims: list[dict]
     statistics: str
     hardware: Any  # one value, or one per method in a run that was joined
     versions: Any
     commit: Any
+
+
+# The keys that format 2 added, with their values for runs of format 1
+_NEW: dict[str, Any] = {
+    "set": [],
+    "first_seed": 0,
+    "regret": False,
+    "file": None,
+    "sha256": None,
+    "imports": {},
+    "styles": {},
+    "claims": [],
+}
 
 
 class Cost(NamedTuple):
@@ -97,7 +124,12 @@ def read_config(folder: str | os.PathLike[str]) -> Config:
         raise ValueError(
             f"{path} has format {config['format']!r}, this release reads up to {FORMAT}; upgrade metaleader"
         )
+    if config["format"] == 1 and "preset" in config:
+        config = {("experiment" if name == "preset" else name): value for name, value in config.items()}
+        config = _NEW | config
     _check_types(path, config, Config)
+    for method, style in config["styles"].items():
+        _check_style(path, method, style)
     return config  # pyright: ignore[reportReturnType]
 
 
@@ -116,6 +148,18 @@ def _check_types(path: Path, values: dict[str, Any], schema: Any) -> None:
             raise ValueError(f"{path} is damaged: its {name} is {value!r}; use an intact copy")
         if is_typeddict(hint):
             _check_types(path, values[name], hint)
+
+
+def _check_style(path: Path, method: str, style: Any) -> None:
+    # The colour becomes part of a page.
+    try:
+        if set(style) != {"label", "colour"} or not isinstance(style["label"], str):
+            raise ValueError("a style has a label and a colour")
+        check_colour(style["colour"])
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged: the style of {method} is {style!r} ({error}); use an intact copy"
+        ) from error
 
 
 def read_records(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:

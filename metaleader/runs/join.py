@@ -25,7 +25,7 @@ from metaleader.system.files import write_atomic
 # Keys of the configuration in which joined runs may differ: where they ran, values that do not affect the records, and
 # values of single methods.
 _PLACE = ("hardware", "versions", "commit")
-_MAY_DIFFER = {"methods", "engines", "data", "tensorboard", *_PLACE}
+_MAY_DIFFER = {"methods", "engines", "styles", "set", "data", "tensorboard", "file", *_PLACE}
 
 
 def join_runs(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
@@ -84,6 +84,11 @@ def _joined_config(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
                 value, expected = (one["settings"] | {"learners": None} for one in (config, first))
             if value != expected:
                 raise ValueError(f"{folder} does not match {folders[0]}: its {name} is {value!r}, not {expected!r}")
+        if _shared(config) != _shared(first):
+            raise ValueError(
+                f"{folder} does not match {folders[0]}: its --set was {_shared(config)}, not {_shared(first)}, which"
+                " concerns all methods"
+            )
         for method in config["methods"]:
             if method in by_method:
                 raise ValueError(f"{folder} has the method {method!r}, as a run before it does; leave one out")
@@ -95,6 +100,8 @@ def _joined_config(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
             "methods": list(by_method),
             "engines": {method: config["engines"][method] for method, config in by_method.items()},
             "settings": first["settings"] | {"learners": learners},
+            "styles": {method: config["styles"][method] for method, config in by_method.items() if config["styles"]},
+            "set": list(dict.fromkeys(text for config in configs for text in config["set"])),
         }
     except KeyError as error:
         raise ValueError(f"a config.json in {', '.join(map(str, folders))} is damaged ({error!r})") from error
@@ -102,3 +109,8 @@ def _joined_config(folders: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
         if any(config.get(name) != first.get(name) for config in configs):
             joined[name] = {method: config.get(name) for method, config in by_method.items()}
     return joined
+
+
+def _shared(config: dict[str, Any]) -> list[str]:
+    """The settings of `--set` that do not concern a single method."""
+    return [text for text in config["set"] if text.partition("=")[0].strip().partition(".")[0] not in config["methods"]]

@@ -180,7 +180,7 @@ class Run:
         """
         lines = []
         for reveal in records:
-            for seed, record in enumerate(reveal):
+            for seed, record in enumerate(reveal, self.config["first_seed"]):
                 row = {"method": method, "seed": seed, **vars(record), **record.more}
                 lines.append([row.get(name) for name in self._columns])
         content = csv_lines(lines)

@@ -11,16 +11,17 @@ import tiny
 import torch
 from made_records import made_settings
 
-from metaleader import cli, experiment
+from metaleader import cli, runner
 from metaleader.methods import METHODS
-from metaleader.presets import MACHINES, PRESETS, TIMES, Schedule
+from metaleader.presets import MACHINES, PRESETS, TIMES
+from metaleader.runs.folder import Schedule
 
 
 @pytest.fixture
 def status(capsys, monkeypatch):
     """Runs a command; its exit status, output and error output."""
     monkeypatch.setitem(PRESETS, "tiny", tiny.tiny)
-    monkeypatch.setattr(experiment, "_finish", lambda folder: None)
+    monkeypatch.setattr(runner, "_finish", lambda folder: None)
 
     def run(*arguments):
         with pytest.raises(SystemExit) as caught:
@@ -89,8 +90,8 @@ def change(folder, **fields):
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [
-        ({"format": 2}, ["has format 2, this release reads up to 1; upgrade"]),
-        ({"preset": "tinny"}, ["unknown preset 'tinny'"]),
+        ({"format": 3}, ["has format 3, this release reads up to 2; upgrade"]),
+        ({"experiment": "tinny"}, ["unknown preset 'tinny'"]),
         ({"methods": ["../../toe"]}, ["unknown method '../../toe'"]),
         ({"seeds": "many"}, ["config.json is damaged"]),
         ({"threads": None}, ["config.json is damaged"]),
@@ -117,8 +118,8 @@ def test_records_that_were_cut(status, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(*arguments, **options)
 
-    original = experiment.play_together
-    monkeypatch.setattr(experiment, "play_together", stopped_in_the_second)
+    original = runner.play_together
+    monkeypatch.setattr(runner, "play_together", stopped_in_the_second)
     code, out, error = status(*RUN, tmp_path)
     assert (code, error) == (130, "metaleader: interrupted\n")
     assert f"Continue with: metaleader resume {tmp_path}\n" in out

@@ -13,6 +13,8 @@ DIRECTIVES = [name for page in API.glob("*.md") for name in re.findall(r"^::: (\
 # Modules whose public names are part of the reference; those of `evaluate` are named one by one.
 MODULES = ("losses", "models", "streams", "checks", "regret", "report.pairs", "sklearn", "theory", "transfer")
 EVALUATE = ("play_together", "preload")
+# The functions by which a program runs an experiment.
+RUNNER = ("runner.run_experiment", "runner.resume_experiment", "plan.RunOptions")
 # The options of the learners are their settings.
 OPTIONS = ("learners.options.Options", "learners.ftml.FTMLOptions", "learners.baselines.FTLOptions")
 
@@ -31,7 +33,7 @@ def test_every_public_name_is_documented_once():
     for module in MODULES:
         expected += [f"metaleader.{module}.{name}" for name in public(importlib.import_module(f"metaleader.{module}"))]
     expected += [f"metaleader.evaluate.{name}" for name in EVALUATE]
-    expected += [f"metaleader.{name}" for name in OPTIONS]
+    expected += [f"metaleader.{name}" for name in (*OPTIONS, *RUNNER)]
     assert sorted(DIRECTIVES) == sorted(expected)
 
 

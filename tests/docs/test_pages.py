@@ -53,7 +53,7 @@ def test_the_methods_of_the_presets():
     presets = {name: make("standard") for name, make in PRESETS.items()}
     methods = [row[0].strip("`") for row in rows if len(row) == len(head)]
     assert head[1:] == list(presets)
-    assert set(methods) == {method for preset in presets.values() for method in preset.methods | preset.extras}
+    assert set(methods) == {method for preset in presets.values() for method in preset.all_methods}
     for row in rows[: len(methods)]:
         method = row[0].strip("`")
         for name, cell in zip(presets, row[1:], strict=True):

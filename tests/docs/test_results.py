@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tiny import tiny, tiny_nway
 
-from metaleader import experiment
-from metaleader.experiment import Experiment, run_experiment
+from metaleader import runner
 from metaleader.presets import PRESETS
 from metaleader.report.curves import stream_panels
 from metaleader.report.figures import draw_panels
 from metaleader.report.page import write_report
+from metaleader.runner import RunOptions, run_experiment
 from metaleader.runs.folder import read_config
 
 ROOT = Path(__file__).parents[2]
@@ -165,10 +165,10 @@ def test_the_front_page_has_times_of_the_benchmark():
 def test_fewer_tasks_are_the_first_of_more(make, tmp_path, monkeypatch):
     """The records of a run with `--tasks` are the first of the whole run, as the pages assume."""
     monkeypatch.setitem(PRESETS, "tiny", make)
-    monkeypatch.setattr(experiment, "_finish", lambda folder: None)  # no figures
+    monkeypatch.setattr(runner, "_finish", lambda folder: None)  # no figures
     records = []
     for tasks in (1, 2):
-        run_experiment(Experiment("tiny", seeds=2, tasks=tasks, engine="eager"), tmp_path / str(tasks))
+        run_experiment(RunOptions("tiny", seeds=2, tasks=tasks, engine="eager"), tmp_path / str(tasks))
         lines = (tmp_path / str(tasks) / "records.csv").read_text().splitlines()
         records.append([line for line in lines if ",online,1," not in line])
     assert len(records[0]) > 2

@@ -49,7 +49,7 @@ def write(
     made = PRESETS[preset](schedule)  # type: ignore[arg-type]
     extra = extra or {}
     folder.mkdir(exist_ok=True)
-    config = GOOD | {"preset": preset, "schedule": schedule, "seeds": seeds, "tasks": TASKS}
+    config = GOOD | {"experiment": preset, "schedule": schedule, "seeds": seeds, "tasks": TASKS}
     (folder / "config.json").write_text(json.dumps(config))
     with open(folder / "records.csv", "w", newline="") as file:
         writer = csv.writer(file)
@@ -57,7 +57,7 @@ def write(
         for method in METHODS:
             for seed in range(seeds):
                 for t in (t for t in range(TASKS) if not skip(method, seed, t)):
-                    for size in made.panels:
+                    for size in made.sizes():
                         value = error(method, seed, t, size)
                         scores = [1.0, 1 - value] if made.error_name == "error" else [value, ""]
                         more = [function(method, value) for function in extra.values()]
@@ -312,7 +312,7 @@ def test_all_data_of_a_task_is_the_last_panel() -> None:
     for make in PRESETS.values():
         for schedule in ("standard", "paper", "quick"):
             preset = make(schedule)
-            assert preset.panels[-1] == preset.reveal * preset.reveals
+            assert preset.sizes()[-1] == preset.reveal * (preset.reveals or 0)
     assert set(STATEMENTS) == set(PRESETS)
     for preset, statements in STATEMENTS.items():
         used = {method for statement in statements for method in statement.better + statement.worse}
@@ -355,8 +355,8 @@ def test_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("[1]", "not the configuration of a run"),
         (json.dumps({"preset": "sinusoid"}), "not the configuration of a run: it has no format"),
         (json.dumps({"format": 1, "preset": "sinusoid"}), "is damaged: it has no methods"),
-        (json.dumps({**GOOD, "preset": "sinusiod"}), "the preset 'sinusiod'; there are rainbow-digits, "),
-        (json.dumps({**GOOD, "preset": ["sinusoid"]}), "is damaged: its preset is ['sinusoid']"),
+        (json.dumps({**GOOD, "experiment": "sinusiod"}), "the preset 'sinusiod'; there are rainbow-digits, "),
+        (json.dumps({**GOOD, "experiment": ["sinusoid"]}), "is damaged: its experiment is ['sinusoid']"),
         (json.dumps({**GOOD, "schedule": "slow"}), "is damaged: its schedule is 'slow'"),
         (json.dumps(GOOD), "no records in"),
     ],

@@ -36,18 +36,18 @@ def test_every_method_is_drawn_in_every_figure_and_no_other(tmp_path):
 @pytest.mark.parametrize("preset", ["rainbow-mnist", "cifar100", "pose"])
 def test_full_size_has_the_panels_of_the_paper(preset, tmp_path):
     fixed = PRESETS[preset]("standard")
-    records = made_records(preset, fixed.tasks, seeds=2, methods=("ftml", "scratch"))
-    draw_figures(records, fixed.panels, tmp_path, fixed.error_name, fixed.gamma)
+    records = made_records(preset, fixed.tasks or 0, seeds=2, methods=("ftml", "scratch"))
+    draw_figures(records, fixed.sizes(), tmp_path, fixed.error_name, fixed.gamma)
     text = (tmp_path / "figure.svg").read_text()
     kind = "accuracy" if fixed.gamma is None else fixed.error_name
-    assert all(f"<!-- {kind} after {size:,} datapoints -->" in text for size in fixed.panels)
+    assert all(f"<!-- {kind} after {size:,} datapoints -->" in text for size in fixed.sizes())
     assert "<!-- task (running mean of 5 tasks) -->" in text
     if fixed.gamma is not None:
         reached = "squared error 0.05" if preset == "pose" else "accuracy 0.9"
         assert f"<!-- datapoints to {reached} -->" in text
-        solved = [r["needed"] is not None for r in records if r["datapoints"] == 20 * fixed.reveals]
+        solved = [r["needed"] is not None for r in records if r["datapoints"] == fixed.sizes()[-1]]
         assert f"solved: FTML {np.mean(solved[: len(solved) // 2]):.0%}" in text
-        assert f"unsolved tasks count as {20 * fixed.reveals} (hollow markers)" in text
+        assert f"unsolved tasks count as {fixed.sizes()[-1]} (hollow markers)" in text
 
 
 def test_the_same_records_give_the_same_bytes(tmp_path):

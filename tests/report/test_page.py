@@ -184,7 +184,7 @@ def test_runs_of_one_preset_stand_together_and_what_differs_is_marked(folder):
         ["from scratch", "full", "56"],
     ]
     assert '<tr class="differs"><th scope="row">schedule</th><td>standard</td><td>paper</td>' in text
-    assert '<tr><th scope="row">preset</th>' in text
+    assert '<tr><th scope="row">experiment</th>' in text
 
 
 def test_time_and_memory_are_read_where_there_are_any(page):

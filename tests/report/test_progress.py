@@ -21,7 +21,7 @@ def reveal(t, datapoints, errors, accuracy: Any = None):
 def shown(terminal):
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=200)
-    with Display(console, "squared error", 4) as lines:
+    with Display(console, "squared error", 4, {"ftml": "FTML"}) as lines:
         lines.begin("ftml", 1, "80 updates, engine eager")
         for t in (1, 2):
             lines.reveal(reveal(t, 10, [1.0, 2.0]), 0.5)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from made_records import made_config
 
-from metaleader import experiment
+from metaleader import runner
 from metaleader.evaluate import Record
-from metaleader.experiment import join_experiments, resume_experiment
 from metaleader.report.claims import check_claims
 from metaleader.report.loaded import load_runs
+from metaleader.runner import join_experiments, resume_experiment
 from metaleader.runs.digest import Digest, committed
 from metaleader.runs.folder import read_checkpoint, read_records, write_checkpoint
 from metaleader.runs.run import Run
@@ -93,7 +93,7 @@ def test_a_flipped_bit_is_found_with_its_line_and_column(run):
 
 
 def test_no_reader_accepts_a_flipped_bit(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(experiment, "_check_unchanged", lambda *_: None)
+    monkeypatch.setattr(runner, "_check_unchanged", lambda *_: None)
     path = run / "records.csv"
     content = path.read_bytes()
     flipped = content.replace(b"0.14285714285714285", b"0.14285714285714295", 1)

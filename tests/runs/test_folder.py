@@ -191,12 +191,12 @@ def test_other_tables_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (json.dumps({"format": 2, "methods": []}), "has format 2, this release reads up to 1; upgrade"),
+        (json.dumps({"format": 3, "methods": []}), "has format 3, this release reads up to 2; upgrade"),
         (json.dumps({"format": "new", "methods": []}), "has format 'new'"),
         ('{"format": 1, "meth', "is not the configuration of a run"),
         ("[]", "is not the configuration of a run"),
         (json.dumps({"name": "my own"}), "is not the configuration of a run"),
-        (json.dumps({"format": 1, "methods": []}), "is damaged: it has no preset"),
+        (json.dumps({"format": 1, "methods": []}), "is damaged: it has no experiment"),
         (json.dumps({**CONFIG, "methods": "ftml"}), "is damaged: its methods is 'ftml'"),
         (json.dumps({**CONFIG, "methods": [1]}), r"is damaged: its methods is \[1\]"),
         (json.dumps({**CONFIG, "schedule": "slow"}), "is damaged: its schedule is 'slow'"),

@@ -8,9 +8,9 @@ import pytest
 import tiny
 from made_records import made_settings
 
-from metaleader import cli, experiment
-from metaleader.experiment import Experiment, join_experiments, run_experiment
+from metaleader import cli, runner
 from metaleader.presets import PRESETS
+from metaleader.runner import RunOptions, join_experiments, run_experiment
 from metaleader.runs.digest import Digest
 from metaleader.runs.folder import read_checkpoint, read_config, read_times, write_checkpoint
 from metaleader.runs.run import Run
@@ -21,11 +21,11 @@ ALL = ("ftml", "toe", "scratch")
 @pytest.fixture(autouse=True)
 def _no_figure(monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny-nway", tiny.tiny_nway)
-    monkeypatch.setattr(experiment, "_finish", lambda folder: None)
+    monkeypatch.setattr(runner, "_finish", lambda folder: None)
 
 
 def play(folder, *methods, **more):
-    run_experiment(Experiment("tiny-nway", methods, seeds=2, tasks=2, engine="eager", **more), folder)
+    run_experiment(RunOptions("tiny-nway", methods, seeds=2, tasks=2, engine="eager", **more), folder)
     return folder
 
 
@@ -34,7 +34,7 @@ def played(tmp_path_factory):
     """FTML and from scratch as one run, TOE as another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny-nway", tiny.tiny_nway)
-        patch.setattr(experiment, "_finish", lambda folder: None)
+        patch.setattr(runner, "_finish", lambda folder: None)
         folder = tmp_path_factory.mktemp("played")
         return play(folder / "two", "scratch", "ftml"), play(folder / "one", "toe")
 
@@ -82,7 +82,7 @@ def test_a_run_whose_last_checkpoints_are_gone_is_resumed(runs, tmp_path):
     for written in (2, 1):
         for method in ALL[written:]:
             (tmp_path / "joined" / "checkpoint" / f"{method}.safetensors").unlink()
-        experiment.resume_experiment(tmp_path / "joined")
+        runner.resume_experiment(tmp_path / "joined")
         assert tiny.results(tmp_path / "joined") == whole
 
 
@@ -123,13 +123,13 @@ def test_a_join_that_was_stopped_anywhere_is_joined_again(runs, tmp_path):
             else:
                 break
         if (folder / "records.csv").exists():
-            experiment.resume_experiment(folder)  # says that it is finished
+            runner.resume_experiment(folder)  # says that it is finished
             resumed += 1
             assert tiny.results(folder) == whole
             continue
         if any(folder.glob("checkpoint/[!.]*")):
             with pytest.raises(ValueError, match=r"records.csv is missing.*If `metaleader join` was stopped, run it"):
-                experiment.resume_experiment(folder)
+                runner.resume_experiment(folder)
         join_experiments(runs, folder)
         assert tiny.results(folder) == whole
         assert not list(folder.rglob("*.part"))
@@ -139,7 +139,7 @@ def test_a_join_that_was_stopped_anywhere_is_joined_again(runs, tmp_path):
 
 def test_the_command(runs, tmp_path, monkeypatch):
     shown = []
-    monkeypatch.setattr(experiment, "_finish", shown.append)
+    monkeypatch.setattr(runner, "_finish", shown.append)
     with pytest.raises(SystemExit) as caught:
         cli.main(["join", *map(str, runs), "--out", str(tmp_path / "joined")])
     assert caught.value.code == 0
@@ -151,7 +151,7 @@ def test_the_command(runs, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"preset": "sinusoid"}, "one does not match .*two: its preset is 'sinusoid', not 'tiny-nway'"),
+        ({"experiment": "sinusoid"}, "one does not match .*two: its experiment is 'sinusoid', not 'tiny-nway'"),
         ({"seeds": 5}, "its seeds is 5, not 2"),
         ({"schedule": "paper"}, "its schedule is 'paper', not 'standard'"),
         ({"tasks": 3}, "its tasks is 3, not 2"),
@@ -161,7 +161,7 @@ def test_the_command(runs, tmp_path, monkeypatch):
         ({"engines": {}}, r"a config.json in .* is damaged \(KeyError\('toe'\)\)"),
         ({"methods": ["ftml"]}, "one has the method 'ftml', as a run before it does"),
         ({"methods": ["../toe"]}, r"a config.json in .* is damaged \(KeyError\('../toe'\)\)"),
-        ({"format": 2}, "has format 2, this release reads up to 1"),
+        ({"format": 3}, "has format 3, this release reads up to 2"),
     ],
 )
 def test_runs_that_do_not_fit(runs, tmp_path, fields, message):
@@ -193,13 +193,13 @@ def test_a_run_that_stopped_between_rounds(runs, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(*arguments, **options)
 
-    original = experiment.play_together
+    original = runner.play_together
     with monkeypatch.context() as patch:
-        patch.setattr(experiment, "play_together", stopped_in_the_second)
+        patch.setattr(runner, "play_together", stopped_in_the_second)
         with pytest.raises(KeyboardInterrupt):
             play(tmp_path / "stopped", "toe")
     refused([runs[0], tmp_path / "stopped"], tmp_path, "stopped is not finished: continue toe")
-    experiment.resume_experiment(tmp_path / "stopped")
+    runner.resume_experiment(tmp_path / "stopped")
     join_experiments([runs[0], tmp_path / "stopped"], tmp_path / "joined")
 
 

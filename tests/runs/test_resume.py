@@ -17,10 +17,10 @@ import pytest
 import tiny
 import torch
 
-from metaleader import cli, experiment
+from metaleader import cli, runner
 from metaleader.engine.engine import Engine
-from metaleader.experiment import Experiment, resume_experiment, run_experiment
 from metaleader.presets import PRESETS
+from metaleader.runner import RunOptions, resume_experiment, run_experiment
 from metaleader.runs.folder import read_records, read_times
 from metaleader.system.trees import load_tree
 
@@ -33,8 +33,8 @@ def presets(monkeypatch):
     """Tiny presets, and an end of the run without its figure."""
     monkeypatch.setitem(PRESETS, "tiny", tiny.tiny)
     monkeypatch.setitem(PRESETS, "tiny-nway", tiny.tiny_nway)
-    monkeypatch.setattr(experiment, "_finish", lambda folder: None)
-    monkeypatch.setattr(experiment.machine, "commit", lambda: None)
+    monkeypatch.setattr(runner, "_finish", lambda folder: None)
+    monkeypatch.setattr(runner.machine, "commit", lambda: None)
 
 
 class Snapshots:
@@ -82,7 +82,7 @@ def test_after_a_stop_at_any_write_step_the_result_is_the_same(preset, methods, 
     folder = tmp_path / "whole"
     with pytest.MonkeyPatch.context() as patch:
         snapshots = Snapshots(folder, tmp_path / "stopped", patch)
-        run_experiment(Experiment(preset, methods, seeds, tasks=2), folder)
+        run_experiment(RunOptions(preset, methods, seeds, tasks=2), folder)
     whole = tiny.results(folder)
     rounds = 2 * len(json.loads((folder / "config.json").read_bytes())["methods"])
     assert {f"{when} {call}" for when in ("before", "after") for call in ("fsync", "replace")} <= set(snapshots.calls)
@@ -109,14 +109,14 @@ def test_after_a_stop_at_any_write_step_the_result_is_the_same(preset, methods, 
         assert len(times) == len(set(times)) == rounds
     assert begun >= 4 * rounds
     # The comparison sees a difference where there is one.
-    run_experiment(Experiment(preset, methods, seeds + 1, tasks=2), tmp_path / "other")
+    run_experiment(RunOptions(preset, methods, seeds + 1, tasks=2), tmp_path / "other")
     assert tiny.results(tmp_path / "other") != whole
 
 
 def test_every_method_goes_on_from_the_middle(presets, tmp_path, monkeypatch):
     names = ("ftml", "ftml-last", "ftl", "toe", "scratch")
-    run_experiment(Experiment("tiny", names, seeds=2), tmp_path / "whole")
-    original, starts = experiment.play_together, []
+    run_experiment(RunOptions("tiny", names, seeds=2), tmp_path / "whole")
+    original, starts = runner.play_together, []
 
     def stopping(*arguments, **options):
         starts.append(options["start"])
@@ -124,9 +124,9 @@ def test_every_method_goes_on_from_the_middle(presets, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(experiment, "play_together", stopping)
+    monkeypatch.setattr(runner, "play_together", stopping)
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(Experiment("tiny", names, seeds=2), tmp_path / "run")
+        run_experiment(RunOptions("tiny", names, seeds=2), tmp_path / "run")
     for _ in names[1:]:
         with pytest.raises(KeyboardInterrupt):
             resume_experiment(tmp_path / "run")
@@ -138,7 +138,7 @@ def test_every_method_goes_on_from_the_middle(presets, tmp_path, monkeypatch):
 def test_a_stopped_run_does_not_play_its_finished_rounds_again(presets, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     played = []
-    original = experiment.play_together
+    original = runner.play_together
 
     def counting(learners, streams, *arguments, **options):
         if len(played) == 4:
@@ -146,18 +146,18 @@ def test_a_stopped_run_does_not_play_its_finished_rounds_again(presets, tmp_path
         played.append((type(learners[0]).__name__, options["start"]))
         return original(learners, streams, *arguments, **options)
 
-    monkeypatch.setattr(experiment, "play_together", counting)
+    monkeypatch.setattr(runner, "play_together", counting)
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(Experiment("tiny", ("toe", "scratch"), seeds=1), folder)
+        run_experiment(RunOptions("tiny", ("toe", "scratch"), seeds=1), folder)
     played += [("", 0)]
     resume_experiment(folder)
     assert played == [("TOE", 0), ("TOE", 1), ("TOE", 2), ("Scratch", 0), ("", 0), ("Scratch", 1), ("Scratch", 2)]
 
 
 def test_a_finished_run_says_so(presets, tmp_path, capsys, monkeypatch):
-    run_experiment(Experiment("tiny", ("toe",), seeds=1), tmp_path / "run")
+    run_experiment(RunOptions("tiny", ("toe",), seeds=1), tmp_path / "run")
     before = tiny.results(tmp_path / "run")
-    monkeypatch.setattr(experiment, "play_together", None)
+    monkeypatch.setattr(runner, "play_together", None)
     with pytest.raises(SystemExit, match="0"):
         cli.main(["resume", str(tmp_path / "run")])
     assert "run is finished: there is nothing to resume" in capsys.readouterr().out
@@ -166,7 +166,7 @@ def test_a_finished_run_says_so(presets, tmp_path, capsys, monkeypatch):
 
 def test_records_without_a_checkpoint_are_left_alone(presets, tmp_path):
     folder = tmp_path / "run"
-    run_experiment(Experiment("tiny", ("toe",), seeds=1), folder)
+    run_experiment(RunOptions("tiny", ("toe",), seeds=1), folder)
     shutil.rmtree(folder / "checkpoint")
     before = (folder / "records.csv").read_bytes()
     with pytest.raises(ValueError, match="has records but no checkpoint"):
@@ -183,14 +183,14 @@ def test_the_mode_the_threads_and_the_device_are_those_of_the_run(presets, tmp_p
             super().__init__("eager" if planned_updates else mode, planned_updates, device)
             made.append((mode, planned_updates, self.mode))
 
-    monkeypatch.setattr(experiment, "Engine", Falling)
+    monkeypatch.setattr(runner, "Engine", Falling)
     threads = torch.get_num_threads()
-    monkeypatch.setattr(experiment, "play_together", lambda *a, **o: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(runner, "play_together", lambda *a, **o: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(Experiment("tiny", ("toe",), seeds=1, engine="auto"), folder)
+        run_experiment(RunOptions("tiny", ("toe",), seeds=1, engine="auto"), folder)
     monkeypatch.undo()
     monkeypatch.setitem(PRESETS, "tiny", tiny.tiny)
-    monkeypatch.setattr(experiment, "_finish", lambda folder: None)
+    monkeypatch.setattr(runner, "_finish", lambda folder: None)
     config = json.loads((folder / "config.json").read_bytes())
     assert config["engines"] == {"toe": "eager"}
     assert config["threads"] == 1
@@ -206,8 +206,8 @@ def test_the_mode_the_threads_and_the_device_are_those_of_the_run(presets, tmp_p
                 modes.append((self.mode, torch.get_num_threads()))
                 self.mode = "eager"  # as after a fall back
 
-    monkeypatch.setattr(experiment, "Engine", Watched)
-    original, rounds = experiment.play_together, []
+    monkeypatch.setattr(runner, "Engine", Watched)
+    original, rounds = runner.play_together, []
 
     def one_round(*arguments, **options):
         if rounds:
@@ -216,10 +216,10 @@ def test_the_mode_the_threads_and_the_device_are_those_of_the_run(presets, tmp_p
         return original(*arguments, **options)
 
     try:
-        monkeypatch.setattr(experiment, "play_together", one_round)
+        monkeypatch.setattr(runner, "play_together", one_round)
         with pytest.raises(KeyboardInterrupt):
             resume_experiment(folder)
-        monkeypatch.setattr(experiment, "play_together", original)
+        monkeypatch.setattr(runner, "play_together", original)
         resume_experiment(folder)
     finally:
         torch.set_num_threads(threads)
@@ -228,18 +228,18 @@ def test_the_mode_the_threads_and_the_device_are_those_of_the_run(presets, tmp_p
 
 
 def test_a_preset_that_has_changed_is_refused(presets, tmp_path, monkeypatch):
-    monkeypatch.setattr(experiment, "play_together", lambda *a, **o: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(runner, "play_together", lambda *a, **o: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(Experiment("tiny", ("toe",), seeds=1), tmp_path / "run")
-    changed = experiment.dataclasses.replace(tiny.tiny(), meta_steps=7)
+        run_experiment(RunOptions("tiny", ("toe",), seeds=1), tmp_path / "run")
+    changed = runner.dataclasses.replace(tiny.tiny(), meta_steps=7)
     monkeypatch.setitem(PRESETS, "tiny", lambda schedule: changed)
-    with pytest.raises(ValueError, match=r"'tiny' has changed .*'meta_steps': 2.*'meta_steps': 7.*start a new run"):
+    with pytest.raises(ValueError, match=r"'tiny' has changed since .*: meta_steps was 2, now 7.*start a new run"):
         resume_experiment(tmp_path / "run")
 
 
 def test_another_machine_is_named(presets, tmp_path, capsys):
     folder = tmp_path / "run"
-    run_experiment(Experiment("tiny", ("toe",), seeds=1), folder)
+    run_experiment(RunOptions("tiny", ("toe",), seeds=1), folder)
     config = json.loads((folder / "config.json").read_bytes())
     (folder / "config.json").write_text(json.dumps(config | {"hardware": "abacus"}))
     capsys.readouterr()
@@ -255,7 +255,7 @@ def whole(tmp_path_factory):
     """The run of `RUN`, never stopped, in this process."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "_finish", lambda folder: None)
+        patch.setattr(runner, "_finish", lambda folder: None)
         with pytest.raises(SystemExit, match="0"):
             cli.main([*RUN, str(folder)])
     return tiny.results(folder)
@@ -323,7 +323,7 @@ def test_an_interrupt_says_how_to_resume(whole, tmp_path, presets):
 
 
 def _child(ready, arguments):
-    experiment._finish = lambda folder: None
+    runner._finish = lambda folder: None
     with open(os.devnull, "w") as nowhere:
         sys.stdout = nowhere
         ready.set()
@@ -334,7 +334,7 @@ def _child(ready, arguments):
 def test_killed_a_hundred_times_the_result_is_the_same(whole, tmp_path):
     # Forked from a process that has imported everything, so that a hundred kills do not cost a hundred imports.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["metaleader.experiment", "metaleader.cli", "hypothesis", "pytest"])
+    context.set_forkserver_preload(["metaleader.experiments.experiment", "metaleader.cli", "hypothesis", "pytest"])
 
     def begin(folder):
         arguments = ["resume", str(folder)] if (folder / "records.csv").exists() else [*RUN, str(folder)]

@@ -1,5 +1,6 @@
 """Experiments: seeds side by side, what is checked, what the configuration says."""
 
+import dataclasses
 import json
 import sys
 import types
@@ -10,10 +11,11 @@ import pytest
 import tiny
 import torch
 
-from metaleader import experiment
-from metaleader.experiment import Experiment, checked, planned_updates, run_experiment
+from metaleader import runner
 from metaleader.learners import FTML
-from metaleader.presets import PRESETS, First
+from metaleader.plan import RunOptions, planned, planned_updates
+from metaleader.presets import PRESETS
+from metaleader.runner import run_experiment
 from metaleader.runs.folder import read_records, read_times
 from metaleader.streams import SinusoidStream
 from metaleader.system import machine
@@ -28,7 +30,7 @@ def _presets(monkeypatch):
 
 @pytest.fixture
 def no_figure(monkeypatch):
-    monkeypatch.setattr(experiment, "_finish", lambda folder: None)
+    monkeypatch.setattr(runner, "_finish", lambda folder: None)
 
 
 def learner(folder, method, seed):
@@ -43,7 +45,7 @@ def learner(folder, method, seed):
 )
 def test_a_seed_does_not_depend_on_how_many_run_beside_it(preset, method, atol, no_figure, tmp_path):
     for seeds in (1, 3):
-        run_experiment(Experiment(preset, (method,), seeds=seeds, tasks=1, engine="eager"), tmp_path / f"{seeds}")
+        run_experiment(RunOptions(preset, (method,), seeds=seeds, tasks=1, engine="eager"), tmp_path / f"{seeds}")
     alone = read_records(tmp_path / "1")
     beside = [r for r in read_records(tmp_path / "3") if r["seed"] == 0]
     assert len(alone) == len(beside) >= 2
@@ -63,7 +65,7 @@ def test_a_seed_does_not_depend_on_how_many_run_beside_it(preset, method, atol, 
 def test_the_records_are_those_of_playing_the_stream(no_figure, tmp_path):
     import metaleader as ml
 
-    run_experiment(Experiment("tiny", ("ftl", "scratch"), seeds=1), tmp_path)
+    run_experiment(RunOptions("tiny", ("ftl", "scratch"), seeds=1), tmp_path)
     preset = tiny.tiny()
     expected = []
     for method in ("ftl", "scratch"):
@@ -79,16 +81,19 @@ def test_the_records_are_those_of_playing_the_stream(no_figure, tmp_path):
 
 
 def test_the_configuration_says_everything(no_figure, tmp_path):
-    run_experiment(Experiment("tiny-nway", ("scratch",), seeds=1, tasks=1, data=str(tmp_path / "data")), tmp_path)
+    run_experiment(RunOptions("tiny-nway", ("scratch",), seeds=1, tasks=1, data=str(tmp_path / "data")), tmp_path)
     config = json.loads((tmp_path / "config.json").read_bytes())
     expected = {
-        "format": 1, "preset": "tiny-nway", "methods": ["scratch"], "seeds": 1, "schedule": "standard", "tasks": 1,
+        "format": 2, "experiment": "tiny-nway", "methods": ["scratch"], "seeds": 1, "schedule": "standard", "tasks": 1,
         "device": "cpu", "engine": "auto", "engines": {"scratch": "eager"}, "threads": 1, "statistics": "batch",
         "data": str(tmp_path / "data"), "tensorboard": False, "error_name": "error", "panels": [3, 9],
     }  # fmt: skip
     assert {name: config[name] for name in expected} == expected
-    assert config["settings"]["loss"] == {"smoothing": 0.1}
-    assert config["settings"]["learners"] == {"scratch": {"query": 3, "tasks_per_step": 2}}
+    assert config["settings"]["loss"] == {"function": "metaleader.losses.cross_entropy", "options": {"smoothing": 0.1}}
+    learner = config["settings"]["learners"]["scratch"]
+    assert learner["class"] == "metaleader.learners.baselines.Scratch"
+    given = {"query": 3, "tasks_per_step": 2, "meta_steps": 2, "meta_lr": 1e-3, "optimizer": "adam", "clip": None}
+    assert {name: learner["options"][name] for name in given} == given
     assert config["versions"]["torch"] == torch.__version__
     assert config["hardware"]
     assert read_records(tmp_path)[-1]["new_datapoints"] == 9
@@ -99,13 +104,13 @@ def test_the_configuration_comes_before_the_data(no_figure, tmp_path, monkeypatc
         assert (tmp_path / "config.json").exists()
         raise FileNotFoundError("no data here")
 
-    preset = experiment.dataclasses.replace(tiny.tiny(), stream=no_data)
+    preset = dataclasses.replace(tiny.tiny(), stream=no_data)
     monkeypatch.setitem(PRESETS, "tiny", lambda schedule: preset)
     with pytest.raises(FileNotFoundError, match="no data here"):
-        run_experiment(Experiment("tiny", ("toe",)), tmp_path)
+        run_experiment(RunOptions("tiny", ("toe",)), tmp_path)
     # Nothing was recorded, so the same command may be given again.
     monkeypatch.setitem(PRESETS, "tiny", tiny.tiny)
-    run_experiment(Experiment("tiny", ("toe",), seeds=1), tmp_path)
+    run_experiment(RunOptions("tiny", ("toe",), seeds=1), tmp_path)
 
 
 def test_the_commit_is_that_of_the_package_alone(tmp_path, monkeypatch):
@@ -118,7 +123,7 @@ def test_the_commit_is_that_of_the_package_alone(tmp_path, monkeypatch):
 
 
 def test_the_end_is_the_table_and_the_path_of_the_report(tmp_path, capsys):
-    run_experiment(Experiment("tiny", ("toe", "scratch"), seeds=2), tmp_path / "run")
+    run_experiment(RunOptions("tiny", ("toe", "scratch"), seeds=2), tmp_path / "run")
     out = capsys.readouterr().out.splitlines()
     assert out[-1] == str(tmp_path / "run" / "report.html")
     assert (tmp_path / "run" / "report.html").stat().st_size > 1000
@@ -127,23 +132,24 @@ def test_the_end_is_the_table_and_the_path_of_the_report(tmp_path, capsys):
 
 
 def test_choices_are_made_and_names_checked():
-    made, preset = checked(Experiment("tiny", tasks=2))
-    assert made.methods == ("ftml", "ftml-last", "ftl", "toe", "scratch")
-    assert (made.tasks, preset.tasks) == (2, 2)
-    assert made.device in ("cpu", "cuda")
-    assert checked(Experiment("tiny", ("toe", "toe")))[0].methods == ("toe",)
+    plan = planned(RunOptions("tiny", tasks=2))
+    assert plan.methods == ("ftml", "ftml-last", "ftl", "toe", "scratch")
+    assert (plan.tasks, plan.experiment.tasks) == (2, 3)
+    assert plan.options.device in ("cpu", "cuda")
+    assert planned(RunOptions("tiny", ("toe", "toe"))).methods == ("toe",)
     for wrong, message in (
-        (Experiment("tinny"), "unknown preset 'tinny'; did you mean 'tiny'?"),
-        (Experiment("tiny", ("sratch",)), "unknown method 'sratch'; did you mean 'scratch'?"),
-        (Experiment("tiny", ()), "name at least one method of ftml"),
-        (Experiment("tiny", seeds=0), "seeds and tasks must be at least 1, got 0"),
-        (Experiment("tiny", tasks=0), "seeds and tasks must be at least 1, got 3 and 0"),
-        (Experiment("tiny", device="gpu"), "unknown device 'gpu'"),
-        (Experiment("tiny", device="meta"), "runs need device cpu, cuda or auto, got 'meta'"),
-        (Experiment("tiny", device="cuda:99"), "device 'cuda:99' does not exist"),
+        (RunOptions("tinny"), "unknown preset 'tinny'; did you mean 'tiny'?"),
+        (RunOptions("tiny", ("sratch",)), "unknown method 'sratch'; did you mean 'scratch'?"),
+        (RunOptions("tiny", ()), "name at least one method of ftml"),
+        (RunOptions("tiny", seeds=0), "seeds and tasks must be at least 1, got 0"),
+        (RunOptions("tiny", tasks=0), "seeds and tasks must be at least 1, got 3 and 0"),
+        (RunOptions("tiny", first_seed=-1), "the first seed must be at least 0, got -1"),
+        (RunOptions("tiny", device="gpu"), "unknown device 'gpu'"),
+        (RunOptions("tiny", device="meta"), "runs need device cpu, cuda or auto, got 'meta'"),
+        (RunOptions("tiny", device="cuda:99"), "device 'cuda:99' does not exist"),
     ):
         with pytest.raises(ValueError, match="^" + message.replace("?", r"\?")):
-            checked(wrong)
+            planned(wrong)
 
 
 def test_extra_methods_run_when_named_only() -> None:
@@ -151,9 +157,9 @@ def test_extra_methods_run_when_named_only() -> None:
     plus = ("ftml-rates", "ftml-every", "ftml-anneal", "ftml-plus", "ftml-bounded")
     extras = ("ftml-first", "ftl-matched", "toe-matched", "scratch-long", *plus)
     assert tuple(preset.extras) == extras
-    assert checked(Experiment("rainbow-digits", schedule="quick"))[0].methods == tuple(preset.methods)
-    assert checked(Experiment("rainbow-digits", extras, schedule="quick"))[0].methods == extras
-    made = {name: preset.all_methods[name](preset.model, preset.loss, meta_steps=3) for name in preset.all_methods}
+    assert planned(RunOptions("rainbow-digits", schedule="quick")).methods == tuple(preset.methods)
+    assert planned(RunOptions("rainbow-digits", extras, schedule="quick")).methods == extras
+    made = {name: preset.all_methods[name](preset.network, preset.loss, meta_steps=3) for name in preset.all_methods}
     assert isinstance(made["ftml-first"], FTML)
     assert made["ftml-first"].first_order
     steps = {name: learner.meta_steps for name, learner in made.items() if name != "ftml-first"}
@@ -163,7 +169,7 @@ def test_extra_methods_run_when_named_only() -> None:
 
 def test_updates_without_an_inner_loop_count_a_tenth_whatever_the_name() -> None:
     preset = tiny.tiny()
-    preset = experiment.dataclasses.replace(
+    preset = dataclasses.replace(
         preset, meta_steps=200, extras={"mine": preset.methods["ftml"], "ftml-like": preset.methods["toe"]}
     )
     expected = {"ftml": 1200, "ftml-last": 1200, "ftl": 120, "toe": 120, "scratch": 120, "mine": 1200, "ftml-like": 120}
@@ -171,23 +177,22 @@ def test_updates_without_an_inner_loop_count_a_tenth_whatever_the_name() -> None
 
 
 def test_a_method_outside_the_table_runs_and_is_reported(tmp_path, monkeypatch, capsys) -> None:
-    preset = experiment.dataclasses.replace(tiny.tiny(), extras={"mine": tiny.tiny().methods["toe"]})
+    preset = dataclasses.replace(tiny.tiny(), extras={"mine": tiny.tiny().methods["toe"]})
     monkeypatch.setitem(PRESETS, "tiny", lambda schedule: preset)
-    run_experiment(Experiment("tiny", ("mine", "toe"), seeds=1, tasks=1, engine="eager"), tmp_path)
+    run_experiment(RunOptions("tiny", ("mine", "toe"), seeds=1, tasks=1, engine="eager"), tmp_path)
     assert "mine: round 1/1" in capsys.readouterr().out
     assert "<span>mine</span>" in (tmp_path / "report.html").read_text()
 
 
 def test_pose_records_position_and_angle_by_themselves() -> None:
-    preset = PRESETS["pose"]("quick")
-    columns = experiment._more_columns(preset, SinusoidStream(tasks=1))
+    columns = runner._more_columns(planned(RunOptions("pose", schedule="quick")), SinusoidStream(tasks=1))
     assert columns == ["loss_position", "loss_angle", "loss_1", "loss_5", "loss_20", "loss_task"]
 
 
 def test_additions_to_ftml_are_each_alone_and_then_together() -> None:
     preset = PRESETS["pose"]("standard")
-    made: Any = {name: preset.all_methods[name](preset.model, preset.loss) for name in ("ftml", *preset.extras)}
-    last = preset.tasks * preset.reveals * preset.meta_steps - 1
+    made: Any = {name: preset.all_methods[name](preset.network, preset.loss) for name in ("ftml", *preset.extras)}
+    last = (preset.tasks or 0) * (preset.reveals or 0) * preset.meta_steps - 1
     for name, learner in made.items():
         both = name == "ftml-plus"
         assert learner.options.max_tasks == (16 if name == "ftml-bounded" else None)
@@ -199,13 +204,6 @@ def test_additions_to_ftml_are_each_alone_and_then_together() -> None:
         falls = both or name == "ftml-anneal"
         assert lr(last // 2) == pytest.approx(1.65e-3 if falls else 3e-3, rel=0.1)
         assert lr(last) == pytest.approx(3e-4 if falls else 3e-3, rel=0.02)
-
-
-def test_the_first_tasks_of_a_stream():
-    stream = First(SinusoidStream(tasks=4), 9)
-    assert len(stream) == 4
-    with pytest.raises(IndexError, match="round 4 of a stream of 4 tasks"):
-        stream[4]
 
 
 def test_tensorboard_gets_the_mean_error_of_each_size(no_figure, tmp_path, monkeypatch):
@@ -225,7 +223,7 @@ def test_tensorboard_gets_the_mean_error_of_each_size(no_figure, tmp_path, monke
 
     module = types.SimpleNamespace(SummaryWriter=Writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    run_experiment(Experiment("tiny", ("toe", "ftl"), seeds=2, tasks=1, tensorboard=True), tmp_path)
+    run_experiment(RunOptions("tiny", ("toe", "ftl"), seeds=2, tasks=1, tensorboard=True), tmp_path)
     mean = {}
     for row in read_records(tmp_path):
         mean.setdefault((row["method"], row["datapoints"]), []).append(row["loss"])
@@ -240,5 +238,5 @@ def test_tensorboard_gets_the_mean_error_of_each_size(no_figure, tmp_path, monke
 def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"install metaleader\[tensorboard\], or leave it out"):
-        run_experiment(Experiment("tiny", tensorboard=True), tmp_path / "run")
+        run_experiment(RunOptions("tiny", tensorboard=True), tmp_path / "run")
     assert not (tmp_path / "run").exists()
