@@ -99,7 +99,8 @@ def differences_table(runs: Sequence[LoadedRun]) -> str:
             for found in differences:
                 if found.interval is not None:
                     low, high = found.interval
-                    row = [f"{run.label(found.second)} − {run.label(found.first)}", *([run.name] if len(runs) > 1 else [])]
+                    names_shown = f"{run.label(found.second)} − {run.label(found.first)}"
+                    row = [names_shown, *([run.name] if len(runs) > 1 else [])]
                     row += [f"{size:,}", str(found.seeds), f"{found.mean:.3g}", f"{low:.3g} to {high:.3g}"]
                     rows.append([*row, f"{found.p:.2g}"])
     if not rows:
