@@ -287,9 +287,10 @@ class Journal:
                 number, before = number + 1, []
             stored, content = _parsed(data)
             checks = [_check(one, number, content) for one in before if one is not None and content is not None]
-            yield Record(number, content if stored in checks else None)
+            intact = stored in checks
+            yield Record(number, content if intact else None)
             # After a damaged record, the checksum stored in it may be intact, or its content.
-            number, before = number + 1, [stored, *checks]
+            number, before = number + 1, [stored] if intact else [stored, *checks]
         while number <= last:
             yield Record(number, None)
             number += 1

@@ -268,3 +268,13 @@ def test_a_backup_is_made_while_the_journal_is_written(made):
     assert copy.last == last >= 40
     assert [content for _, content in copy.read()][:40] == written
     copy.close()
+
+
+def test_reading_computes_one_checksum_per_record(tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+    journal.append([b"record"] * 50)
+    computed, original = [], module._check
+    monkeypatch.setattr(module, "_check", lambda *arguments: (computed.append(1), original(*arguments))[1])
+    assert len(list(journal.read())) == 50
+    assert len(computed) == 50
+    journal.close()
