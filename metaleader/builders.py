@@ -84,7 +84,8 @@ def name_of(function: Any) -> str:
     """The qualified name of a function or class; of a functools.partial that of the function inside."""
     function = _inner(function)
     named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__.removeprefix(FILE_MODULE)}.{named.__qualname__}"
+    module = "" if named.__module__.startswith(FILE_MODULE) else f"{named.__module__}."  # a file may be renamed
+    return f"{module}{named.__qualname__}"
 
 
 def described(function: Callable[..., Any], *leave_out: str) -> dict[str, Any]:
