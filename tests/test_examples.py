@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import metaleader as ml
+from metaleader.checks import check_learner
 from metaleader.evaluate import play
 from metaleader.presets import PRESETS
 from metaleader.streams.base import View
@@ -56,3 +57,16 @@ def test_tune(capsys):
         *_, last = play(learner, stream, preset.reveal, reveals=preset.reveals)
         alone.append(last.loss)
     assert first["errors"]["5"]["20"] == pytest.approx(sum(alone) / 2, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["reptile", "proximal", "imaml", "meta_sgd", "cavia"])
+def test_algorithms(name):
+    path = Path(__file__).parent.parent / "examples" / f"{name}.py"
+    assert len(path.read_text().splitlines()) <= 40
+    make = runpy.run_path(str(path))["make"]
+    small = {"meta_steps": 1, "tasks_per_step": 2, "support": 4, "query": 4}
+    check_learner(lambda: make(**small), ml.streams.SinusoidStream(tasks=2, train=20))
+    stream = ml.streams.SinusoidStream(tasks=12, train=20)
+    losses = [record.loss for record in ml.play(make(meta_lr=3e-3, meta_steps=5), stream, reveal=20)]
+    plain = ml.TOE(lambda: ml.models.mlp(1, 1), ml.losses.squared_error, meta_lr=3e-3, meta_steps=5)
+    assert np.mean(losses[6:]) < np.mean([record.loss for record in ml.play(plain, stream, reveal=20)][6:])

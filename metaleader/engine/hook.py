@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -80,6 +81,9 @@ class OwnGradient:
         constants = self._constants()
         stand_in = object.__new__(_stand_in(type(self._learner), self._hidden(constants)))
         vars(stand_in).update({name: getattr(self._learner, name) for name in _COMMON}, **constants)
+        network = copy.copy(self._learner.network)
+        network.params = _initial_params  # they differ between learners
+        vars(stand_in)["network"] = network
         return stand_in.task_gradient
 
     def read_state(self, error: StateReadError, warn: bool) -> None:
@@ -102,6 +106,10 @@ class OwnGradient:
     def _hidden(self, constants: Mapping[str, Any]) -> frozenset[str]:
         """The attributes that the stand-in lacks."""
         return frozenset(vars(self._learner).keys() - constants.keys() - set(_COMMON)) | {"seed"}
+
+
+def _initial_params() -> Params:
+    raise StateReadError("network.params")
 
 
 @functools.lru_cache(maxsize=256)

@@ -198,6 +198,13 @@ class ReadsParams(ml.FTML):
         return loss, {name: value - 0.1 * self.params[name] for name, value in gradients.items()}
 
 
+class ReadsInitialisation(ml.FTML):
+    def task_gradient(self, params, support, query):
+        loss, gradients = super().task_gradient(params, support, query)
+        initial = self.network.params()
+        return loss, {name: value + params[name] - initial[name] for name, value in gradients.items()}
+
+
 class ReadsLate(ml.FTML):
     """Reads its state from the second round on, when it has an anchor."""
 
@@ -240,9 +247,9 @@ class Writes(ml.FTML):
         return loss, {name: 2 * value for name, value in gradients.items()}
 
 
-READERS = [ReadsSeed, ReadsOptions, ReadsParams, ReadsLate, Counts, Writes]
-# The first three are found before anything is compiled.
-COMPILED = [pytest.param(kind, "compiled", marks=[pytest.mark.torture] * (kind in READERS[3:])) for kind in READERS[2:]]
+READERS = [ReadsSeed, ReadsOptions, ReadsParams, ReadsInitialisation, ReadsLate, Counts, Writes]
+# The first of these are found before anything is compiled.
+COMPILED = [pytest.param(kind, "compiled", marks=[pytest.mark.torture] * (kind in READERS[4:])) for kind in READERS[2:]]
 
 
 @pytest.mark.parametrize(("kind", "engine"), [*((kind, "eager") for kind in READERS), *COMPILED])
