@@ -39,19 +39,16 @@ def test_the_file_tree_is_that_of_the_package() -> None:
     assert sorted(folders) == sorted(name for name in listed if (package / name).is_dir())
 
 
-def test_the_presets_have_the_extra_methods() -> None:
-    table = README.split("| extra methods | presets |")[1].split("\n\n")[0].splitlines()[2:]
-    listed: dict[str, set[str]] = {}
-    for row in table:
-        methods, presets = (re.findall(r"`([\w-]+)`", cell) for cell in row.strip("|").split("|"))
-        names = PRESETS.keys() - set(presets) if "all except" in row else set(presets)
-        listed |= dict.fromkeys(methods, names)
+def test_the_command_line_page_has_the_methods_of_the_presets() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text().split("## Methods of the presets")[1].split("\n- ")[0]
+    header, _, *rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*", page, re.M)
+    ]
     made = {name: make("standard") for name, make in PRESETS.items()}
-    extras = {method for preset in made.values() for method in preset.extras}
-    assert listed == {method: {name for name in made if method in made[name].extras} for method in extras}
-    lacking = {(name, method) for name in made for method in made["sinusoid"].methods.keys() - made[name].methods}
-    assert lacking == {("cifar100", "ftl"), ("pose", "ftml-last")}
-    assert "`cifar100` has no `ftl`, and `pose` has no `ftml-last`." in README
+    kinds = {name: {"standard": preset.methods, "extra": preset.extras} for name, preset in made.items()}
+    listed = {name: {row[0]: row[i] for row in rows if row[i] != "no"} for i, name in enumerate(header) if i}
+    for name, by_kind in kinds.items():
+        assert listed[name] == {method: kind for kind, methods in by_kind.items() for method in methods}
 
 
 def test_every_link_leads_somewhere() -> None:
