@@ -61,7 +61,8 @@ def examine(
         aside: the names that were left out of the draw.
     """
     options, definition = learner.options, learner.definition
-    width = definition.support + options.query
+    support = definition.support if isinstance(definition.support, int) else max(definition.support)
+    width = support + options.query
     names = learner.memory.names_drawn(options.seed, numbers, options.tasks_per_step, width, definition.which, aside)
     if len(names) != draw.query.shape[0] * draw.query.shape[1]:
         return Failure([None], [None], {})  # by class

@@ -151,3 +151,10 @@ def test_a_size_that_is_no_multiple_of_the_classes_is_refused():
     made.begin("a", classes=[0, 1])
     with pytest.raises(ValueError, match="support must be a multiple of the 2 classes of a task, got 1"):
         made.observe(torch.rand(8, 4), torch.arange(8) % 2)
+
+
+def test_a_bad_task_is_set_aside_with_drawn_sizes():
+    made = learner(SIZES, meta_lr=1e-3)
+    made.observe(*(torch.full((14, size), 1e200, dtype=torch.float64) for size in (3, 2)), task="bad", update=False)
+    made.update(2)
+    assert list(made.set_aside) == ["bad"]
