@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,9 @@ class Entries:
         self.seen = self.removed = self.holes = 0
         self.clock = max((entry.touched for entry in entries), default=-1) + 1
         self._undo: list[Callable[[], object]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_undo": []}  # marks do not outlast a call
 
     def __len__(self) -> int:
         return len(self.drawn) + len(self.idle) + int(self.round is not None)

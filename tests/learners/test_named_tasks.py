@@ -220,7 +220,8 @@ def test_arrays_and_frames() -> None:
         assert not differences(as_tensors.params, other.params)
         for inputs in xs:
             assert torch.equal(other.predict(inputs, task="a"), expected)
-            assert torch.equal(other.predict_many({"a": inputs})["a"], expected)
+            # In a batch of tasks the last bit may differ.
+            torch.testing.assert_close(other.predict_many({"a": inputs})["a"], expected)
             assert torch.equal(other.adapt(task="a")(inputs), expected)
         assert torch.equal(other.adapt(task="a")(x[0].numpy()), other.adapt(task="a")(x[0].float()))
     others[1].observe(x.numpy(), y[:, 0].numpy(), task="b")
