@@ -13,6 +13,7 @@ from metaleader.live.session import Session
 from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.rows import recency
 from metaleader.methods import Method
+from metaleader.report.own import write_report
 from metaleader.tasks import Batch, Task, TaskStream
 
 __version__ = "0.2.0"
@@ -40,4 +41,5 @@ __all__ = [
     "play",
     "recency",
     "streams",
+    "write_report",
 ]

@@ -23,7 +23,7 @@ from metaleader.losses import takes_labels, unsmoothed
 from metaleader.plan import Plan, RunOptions, planned
 from metaleader.report.figures import draw_figures
 from metaleader.report.loaded import load_runs
-from metaleader.report.page import write_report
+from metaleader.report.page import report_runs
 from metaleader.report.progress import Display, result_table
 from metaleader.report.tensorboard import TensorBoard
 from metaleader.runs.folder import Config
@@ -184,7 +184,7 @@ def _finish(folder: Path) -> None:
     draw_figures(run.records, run.sizes, folder, run.error_name, run.gamma, run.config["styles"])
     Console().print(result_table(run))
     print(f"records: {folder / 'records.csv'}")
-    print(write_report([folder]).resolve())
+    print(report_runs([folder]).resolve())
 
 
 def _more_columns(plan: Plan, stream: TaskStream) -> list[str]:

@@ -27,5 +27,6 @@ def test_public_names():
         "play",
         "recency",
         "streams",
+        "write_report",
     ]
     assert all(hasattr(metaleader, name) for name in metaleader.__all__)

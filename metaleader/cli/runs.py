@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from metaleader.report.claims import check_claims
-from metaleader.report.page import write_report
+from metaleader.report.page import report_runs
 from metaleader.runner import RunOptions, join_experiments, resume_experiment, run_experiment
 
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
@@ -77,7 +77,7 @@ def report(
     for folder in folders:
         if folder not in runs:
             print(f"note: {folder} holds no records and is left out", file=sys.stderr)
-    print(write_report(runs, out).resolve())
+    print(report_runs(runs, out).resolve())
 
 
 def verify(folder: Folder) -> int:

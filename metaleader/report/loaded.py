@@ -14,64 +14,41 @@ from metaleader.experiments.settings import with_settings
 from metaleader.methods import Style
 from metaleader.methods import styles as styles_of
 from metaleader.presets import PRESETS
+from metaleader.report.curves import Given
 from metaleader.report.records import Records, of_one_protocol, record_error
 from metaleader.runs.folder import Config, read_config, read_records
 
 
-@dataclass(frozen=True)
-class LoadedRun:
-    """A run read from its folder.
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """Records, and how tables and figures show them.
 
     Attributes:
-        name: the name of the folder, or its path if another run has the same name.
-        folder: the run folder.
-        config: the content of `config.json`.
+        name: the name of the run.
         records: all records.
+        given: labels and colours of methods, as `{"mine": {"label": "my method", "colour": "#D55E00"}}`.
+        sizes: the sizes of D_t to show, ascending.
+        gamma: the threshold of proficiency.
+        error_name: the name of the error.
+        steps: the number of adaptation steps behind the columns `loss` and `accuracy`; None if unknown.
     """
 
     name: str
-    folder: Path
-    config: Config
     records: Records
-
-    @cached_property
-    def preset(self) -> Experiment | None:
-        """The preset of the run; None for an experiment file, which is not executed."""
-        try:
-            return preset_of(self.config)
-        except ValueError:  # a setting that the preset no longer has
-            return None
-
-    # The next are those of the configuration: the preset may have changed since the run.
+    given: Given
+    sizes: Sequence[int]
+    gamma: float | None
+    error_name: str
+    steps: int | None
 
     @cached_property
     def styles(self) -> dict[str, Style]:
         """The labels, colours, markers and dashes of the methods that have records."""
-        return styles_of((r["method"] for r in self.records), self.config["styles"])
+        return styles_of((r["method"] for r in self.records), self.given)
 
     def label(self, method: str) -> str:
         """The label of a method."""
-        return styles_of([method], self.config["styles"])[method].label
-
-    @property
-    def sizes(self) -> list[int]:
-        """The sizes of D_t to show, ascending."""
-        return self.config["panels"]
-
-    @property
-    def gamma(self) -> float | None:
-        """The threshold of proficiency."""
-        return self.config["settings"]["gamma"]
-
-    @property
-    def error_name(self) -> str:
-        """The name of the error."""
-        return self.config["error_name"]
-
-    @property
-    def steps(self) -> int:
-        """The number of adaptation steps behind the columns `loss` and `accuracy`."""
-        return self.config["settings"]["steps"][0]
+        return styles_of([method], self.given)[method].label
 
     @property
     def measured(self) -> Records:
@@ -94,6 +71,42 @@ class LoadedRun:
         return 1 - error if self.measure == "accuracy" and error is not None else error
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadedRun(Shown):
+    """A run read from its folder. All that is shown is that of its configuration: a preset may have changed since.
+
+    Attributes:
+        folder: the run folder.
+        config: the content of `config.json`.
+    """
+
+    folder: Path
+    config: Config
+
+    @classmethod
+    def of(cls, name: str, folder: Path, config: Config, records: Records) -> LoadedRun:
+        """The run with the content of the files of its folder."""
+        return cls(
+            name=name,
+            folder=folder,
+            config=config,
+            records=records,
+            given=config["styles"],
+            sizes=config["panels"],
+            gamma=config["settings"]["gamma"],
+            error_name=config["error_name"],
+            steps=config["settings"]["steps"][0],
+        )
+
+    @cached_property
+    def preset(self) -> Experiment | None:
+        """The preset of the run; None for an experiment file, which is not executed."""
+        try:
+            return preset_of(self.config)
+        except ValueError:  # a setting that the preset no longer has
+            return None
+
+
 def preset_of(config: Config) -> Experiment | None:
     """The preset of a run, with the settings of the run; None for an experiment file."""
     make = PRESETS.get(config["experiment"])
@@ -114,6 +127,6 @@ def load_runs(folders: Sequence[str | os.PathLike[str]]) -> list[LoadedRun]:
     paths = [Path(folder) for folder in folders]
     names = [path.resolve().name for path in paths]
     return [
-        LoadedRun(name if names.count(name) == 1 else str(path), path, read_config(path), read_records(path))
+        LoadedRun.of(name if names.count(name) == 1 else str(path), path, read_config(path), read_records(path))
         for path, name in zip(paths, names, strict=True)
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 from metaleader.builders import call_with
 from metaleader.report.claims import check_claims
 from metaleader.report.curves import Panel, run_panels
-from metaleader.report.loaded import LoadedRun, load_runs
+from metaleader.report.loaded import LoadedRun, Shown, load_runs
 from metaleader.report.records import num_rounds
 from metaleader.report.sheet import contact_sheet
 from metaleader.report.svg import chart, common_axes, legend
@@ -21,10 +21,13 @@ from metaleader.report.tables import configuration_table, costs_table, differenc
 from metaleader.streams.base import View
 from metaleader.system.files import check_target, write_atomic
 
+READING = """Every value is a mean over seeds ± its standard error. The charts show the standard error as a band (on a
+logarithmic axis by an equal factor up and down). Hover over a chart, or focus it and use the arrow keys, to read its
+values."""
 _SHEET_TASKS, _SHEET_EXAMPLES = 8, 8
 
 
-def write_report(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None) -> Path:
+def report_runs(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None) -> Path:
     """Write the report of run folders.
 
     Args:
@@ -44,11 +47,22 @@ def write_report(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLi
 
 
 def _page(groups: Mapping[str, Sequence[LoadedRun]]) -> str:
-    title = "metaleader: " + ", ".join(groups)
     sections = [_group(f"stream-{i}", stream, runs) for i, (stream, runs) in enumerate(groups.items())]
     links = [f'<li><a href="#stream-{i}">{escape(stream)}</a></li>' for i, stream in enumerate(groups)]
     nav = f'<nav aria-label="Streams"><ul>{"".join(links)}</ul></nav>' if len(groups) > 1 else ""
     num = sum(len(runs) for runs in groups.values())
+    text = f"<p>{num} run{'s' if num > 1 else ''}. {READING}</p>{nav}"
+    return html_page("metaleader: " + ", ".join(groups), text, "".join(sections))
+
+
+def html_page(title: str, introduction: str, content: str) -> str:
+    """A page that loads nothing.
+
+    Args:
+        title: its title as text.
+        introduction: HTML below the title.
+        content: HTML with the sections.
+    """
     # The policy forbids the page to load anything: everything it needs is inline.
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     return f"""<!doctype html>
@@ -64,13 +78,10 @@ def _page(groups: Mapping[str, Sequence[LoadedRun]]) -> str:
 <body>
 <header>
 <h1>{escape(title)}</h1>
-<p>{num} run{"s" if num > 1 else ""}. Every value is a mean over seeds ± its standard error. The charts show the
-standard error as a band (on a logarithmic axis by an equal factor up and down). Hover over a chart, or focus it and use
-the arrow keys, to read its values.</p>
-{nav}
+{introduction}
 </header>
 <main>
-{"".join(sections)}
+{content}
 </main>
 <script>{_asset("page.js")}</script>
 </body>
@@ -83,10 +94,7 @@ def _group(anchor: str, stream: str, runs: Sequence[LoadedRun]) -> str:
     blocks = [
         f'<h2 id="{anchor}">{escape(stream)}</h2>',
         f"<p>{escape(summary)}</p>" if summary else "",
-        results_table(runs),
-        _figures(runs),
-        readings_table(runs),
-        differences_table(runs),
+        *measured_sections(runs),
         *(_checks(run) for run in runs),
         costs_table(runs),
         _sheet(runs[0]),
@@ -95,11 +103,16 @@ def _group(anchor: str, stream: str, runs: Sequence[LoadedRun]) -> str:
     return f'<section aria-labelledby="{anchor}">{"".join(blocks)}</section>'
 
 
-def _figures(runs: Sequence[LoadedRun]) -> str:
+def measured_sections(runs: Sequence[Shown]) -> list[str]:
+    """The parts of a report that need records only: tables and charts."""
+    return [results_table(runs), _figures(runs), readings_table(runs), differences_table(runs)]
+
+
+def _figures(runs: Sequence[Shown]) -> str:
     """A row of charts per run; charts with the same label have common axes in all runs."""
     rows: list[list[Panel]] = []
     for run in runs:
-        figures = run_panels(run.records, run.sizes, run.gamma, run.error_name, run.config["styles"])
+        figures = run_panels(run.records, run.sizes, run.gamma, run.error_name, run.given)
         rows.append([panel for panels in figures.values() for panel in panels])
     by_label: dict[str, list[Panel]] = {}
     for panel in (panel for row in rows for panel in row):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from metaleader.report.loaded import LoadedRun
+from metaleader.report.loaded import LoadedRun, Shown
 from metaleader.report.pairs import paired_differences
 from metaleader.report.records import estimate, finished, methods_of, step_suffixes, third, where
 from metaleader.report.svg import html_table
@@ -19,7 +19,7 @@ from metaleader.runs.folder import read_costs
 _ALL_PAIRS = 5
 
 
-def results_table(runs: Sequence[LoadedRun]) -> str:
+def results_table(runs: Sequence[Shown]) -> str:
     """Means over the first and the last third of the tasks, one row per method and run."""
     first = runs[0]
     headers = [*_row_headers(runs), "tasks"]
@@ -54,17 +54,19 @@ def results_table(runs: Sequence[LoadedRun]) -> str:
     return f"<h3>Results</h3><p>{escape(note)}</p>{table}"
 
 
-def readings_table(runs: Sequence[LoadedRun]) -> str:
+def readings_table(runs: Sequence[Shown]) -> str:
     """Other numbers of steps, batch norm with the statistics of D_t, and numbers of new datapoints, if recorded."""
     columns = {name for run in runs for name in (run.records[0] if run.records else {})}
-    steps = dict.fromkeys(suffix for run in runs for suffix in step_suffixes(run.records))
-    suffixes = {suffix: f"{suffix[1:]} step{'' if suffix == '_1' else 's'}" for suffix in steps}
+    found = dict.fromkeys(suffix for run in runs for suffix in step_suffixes(run.records))
+    suffixes = {suffix: f"{suffix[1:]} step{'' if suffix == '_1' else 's'}" for suffix in found}
     if "loss_task" in columns:
         suffixes["_task"] = "batch norm by D_t"
     has_new = "new_datapoints" in columns
     if not suffixes and not has_new:
         return ""
-    headers = [*_row_headers(runs), "datapoints", f"{runs[0].steps} steps (the default)", *suffixes.values()]
+    steps = runs[0].steps
+    default = "default" if steps is None else f"{steps} steps (the default)"
+    headers = [*_row_headers(runs), "datapoints", default, *suffixes.values()]
     headers += ["new datapoints"] if has_new else []
     rows = []
     for method, run in _methods(runs):
@@ -81,7 +83,7 @@ def readings_table(runs: Sequence[LoadedRun]) -> str:
     return "<h3>Other readings</h3>" + html_table(caption, headers, rows, kind=_kind(runs))
 
 
-def differences_table(runs: Sequence[LoadedRun]) -> str:
+def differences_table(runs: Sequence[Shown]) -> str:
     """Paired differences of errors: all pairs of up to five methods, otherwise all with the first method."""
     rows = []
     for run in runs:
@@ -156,20 +158,20 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _row_headers(runs: Sequence[LoadedRun]) -> list[str]:
+def _row_headers(runs: Sequence[Shown]) -> list[str]:
     return ["method", "run"] if len(runs) > 1 else ["method"]
 
 
-def _row_start(method: str, run: LoadedRun, runs: Sequence[LoadedRun]) -> list[str]:
+def _row_start(method: str, run: Shown, runs: Sequence[Shown]) -> list[str]:
     return [run.label(method), run.name] if len(runs) > 1 else [run.label(method)]
 
 
-def _kind(runs: Sequence[LoadedRun]) -> str:
+def _kind(runs: Sequence[Shown]) -> str:
     """The CSS class of a table: with several runs, the second column is text."""
     return "runs" if len(runs) > 1 else ""
 
 
-def _methods(runs: Sequence[LoadedRun]) -> list[tuple[str, LoadedRun]]:
+def _methods(runs: Sequence[Shown]) -> list[tuple[str, Shown]]:
     """The rows of a table: all runs of a method are adjacent."""
     methods = methods_of([r for run in runs for r in run.measured])
     return [(method, run) for method in methods for run in runs if where(run.measured, method=method)]

@@ -13,8 +13,8 @@ DIRECTIVES = [name for page in API.glob("*.md") for name in re.findall(r"^::: (\
 # Modules whose public names are part of the reference; those of `evaluate` are named one by one.
 MODULES = ("losses", "models", "streams", "checks", "regret", "report.pairs", "sklearn", "theory", "transfer")
 EVALUATE = ("play_together", "preload")
-# The functions by which a program runs an experiment.
-RUNNER = ("runner.run_experiment", "runner.resume_experiment", "plan.RunOptions")
+# The functions by which a program runs an experiment, and writes records of its own.
+RUNNER = ("runner.run_experiment", "runner.resume_experiment", "plan.RunOptions", "report.own.write_records")
 # The options of the learners are their settings.
 OPTIONS = ("learners.options.Options", "learners.ftml.FTMLOptions", "learners.baselines.FTLOptions")
 

@@ -15,7 +15,7 @@ from metaleader import runner
 from metaleader.presets import PRESETS
 from metaleader.report.curves import stream_panels
 from metaleader.report.figures import draw_panels
-from metaleader.report.page import write_report
+from metaleader.report.page import report_runs
 from metaleader.runner import RunOptions, run_experiment
 from metaleader.runs.folder import read_config
 
@@ -147,7 +147,7 @@ def test_a_report_can_be_drawn_from_every_run(tmp_path, monkeypatch):
             "".join([head, *(line for line in lines if re.search(",online,[0-3],", line))])
         )
         folders.append(folder)
-    text = write_report(folders, tmp_path / "report.html").read_text()
+    text = report_runs(folders, tmp_path / "report.html").read_text()
     for run in RUNS:
         for method in json.loads((tmp_path / run / "config.json").read_bytes())["methods"]:
             assert tables.cell(f"{method} name") in text

@@ -7,7 +7,7 @@ import tiny
 
 from metaleader import cli, runner
 from metaleader.report.claims import check_claims
-from metaleader.report.page import write_report
+from metaleader.report.page import report_runs
 from metaleader.runs.folder import read_records
 
 FILE = """
@@ -75,7 +75,7 @@ def test_a_file_runs_and_its_folder_needs_no_code(file, tmp_path, capsys):
     file.unlink()
     (claim,) = check_claims(folder)
     assert claim.margin == 0.5
-    assert "the $mean$ [red]&lt;b&gt;" in write_report([folder]).read_text()
+    assert "the $mean$ [red]&lt;b&gt;" in report_runs([folder]).read_text()
 
 
 @pytest.mark.parametrize("regret", [[], ["--regret"]])

@@ -5,68 +5,22 @@ import json
 import math
 import re
 import types
-from html.parser import HTMLParser
 
 import matplotlib.image
 import numpy as np
 import pytest
 from browser import Browser, chromium
 from made_records import SHAPES, made_records, made_settings, uneven, write_run
+from parsed_page import read
 
 from metaleader.cli import main
 from metaleader.methods import METHODS, label
 from metaleader.report import page as report
 from metaleader.report.curves import stream_panels
-from metaleader.report.page import write_report
+from metaleader.report.page import report_runs
 from metaleader.report.svg import Axes, _ticks, chart, common_axes, legend
 
 TIMES = "method,round,seconds,peak_mb\nftml,0,100,1024\nftml,1,34.5,3072.4\ntoe,0,12,\n"
-
-
-class Page(HTMLParser):
-    """The tables, headings, images and addresses of a page; an element left open is an error."""
-
-    VOID = ("meta", "link", "img", "br")
-
-    def __init__(self, text):
-        super().__init__()
-        self.tables: dict[str, list[list[str]]] = {}
-        self.headings: list[tuple[int, str]] = []
-        self.images, self.addresses, self.open, self.text = [], [], [], ""
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
-        self.addresses += [found[name] for name in ("src", "href") if name in found]
-        self.images += [found] if tag == "img" else []
-        if tag not in (*self.VOID, "path"):
-            self.open.append(tag)
-        if tag == "table":
-            self._rows: list[list[str]] = []
-        elif tag == "tr":
-            self._rows.append([])
-        elif tag in ("td", "th", "caption", "h1", "h2", "h3", "h4"):
-            self.text = ""
-
-    def handle_startendtag(self, tag, attrs):
-        pass
-
-    def handle_data(self, data):
-        self.text += data
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-        if tag == "caption":
-            self.tables[self.text] = self._rows
-        elif tag in ("td", "th"):
-            self._rows[-1].append(self.text)
-        elif tag[0] == "h" and tag[1:].isdigit():
-            self.headings.append((int(tag[1]), self.text))
-
-
-def read(path):
-    return Page(path.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +39,7 @@ def page(folder):
     with pytest.MonkeyPatch.context() as patch:
         # No data sets: what the page shows must not depend on those that this machine has.
         patch.setenv("METALEADER_DATA", str(folder))
-        return write_report([folder / "full", folder / "unfinished", folder / "sinusoid"], folder / "report.html")
+        return report_runs([folder / "full", folder / "unfinished", folder / "sinusoid"], folder / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +67,7 @@ def test_the_page_loads_nothing_and_is_well_formed(page):
 
 
 def test_the_table_of_results_is_the_mean_over_seeds_of_means_over_tasks(folder):
-    table = read(write_report([folder / "full"], folder / "one.html")).tables["Mean ± standard error over seeds"]
+    table = read(report_runs([folder / "full"], folder / "one.html")).tables["Mean ± standard error over seeds"]
     assert table[0][:5] == ["method", "tasks", "solved, all tasks", "needed, first third", "needed, last third"]
     assert table[0][5:7] == ["error after 100, first third", "error after 100, last third"]
     assert len(table) == 1 + len(SHAPES)
@@ -158,7 +112,7 @@ def test_data_that_no_earlier_task_had_is_counted(tmp_path):
     folder = write_run(
         tmp_path / "run", [{**r, "new_datapoints": r["datapoints"] // 5} for r in records], preset="cifar100"
     )
-    table = read(write_report([folder])).tables[
+    table = read(report_runs([folder])).tables[
         "accuracy, last third of the tasks: adaptation steps and batch-norm statistics"
     ]
     assert [[row[1], row[-1]] for row in table] == [
@@ -170,7 +124,7 @@ def test_data_that_no_earlier_task_had_is_counted(tmp_path):
 
 
 def test_runs_of_one_preset_stand_together_and_what_differs_is_marked(folder):
-    page = write_report([folder / "full", folder / "unfinished"], folder / "two.html")
+    page = report_runs([folder / "full", folder / "unfinished"], folder / "two.html")
     found, text = read(page), page.read_text()
     rows = [row[:3] for row in found.tables["Mean ± standard error over seeds"]]
     assert rows == [
@@ -204,7 +158,7 @@ def test_the_contact_sheet_is_there_where_the_data_is(page):
 
 def test_the_same_runs_give_the_same_page(page, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("METALEADER_DATA", str(folder))
-    again = write_report([folder / "full", folder / "unfinished", folder / "sinusoid"], tmp_path / "again.html")
+    again = report_runs([folder / "full", folder / "unfinished", folder / "sinusoid"], tmp_path / "again.html")
     assert again.read_bytes() == page.read_bytes()
 
 
@@ -214,7 +168,7 @@ def test_the_checks_of_verify_are_shown(folder, tmp_path, monkeypatch):
         types.SimpleNamespace(name="second", verdict="undecided", text="too few seeds"),
     ]
     monkeypatch.setattr(report, "check_claims", lambda folder: claims)
-    text = write_report([folder / "sinusoid"], tmp_path / "a.html").read_text()
+    text = report_runs([folder / "sinusoid"], tmp_path / "a.html").read_text()
     assert '<span class="verdict agrees">agrees</span><strong>later &lt; earlier</strong>' in text
     assert "by 30 ± 2 &amp; more" in text
 
@@ -222,9 +176,7 @@ def test_the_checks_of_verify_are_shown(folder, tmp_path, monkeypatch):
         raise ValueError("a claim needs two seeds")
 
     monkeypatch.setattr(report, "check_claims", unable)
-    assert (
-        "Not checked: a claim needs two seeds" in write_report([folder / "sinusoid"], tmp_path / "b.html").read_text()
-    )
+    assert "Not checked: a claim needs two seeds" in report_runs([folder / "sinusoid"], tmp_path / "b.html").read_text()
 
 
 def test_what_comes_from_files_is_escaped(tmp_path):
@@ -232,7 +184,7 @@ def test_what_comes_from_files_is_escaped(tmp_path):
     records = [{**r, "method": evil, "task": evil} for r in made_records(tasks=2, reveals=2, methods=("ftml",))]
     folder = write_run(tmp_path / "run", records, preset=evil, note={evil: evil}, versions={"torch": evil})
     (folder / "times.csv").write_text(f"method,round,seconds,peak_mb\n{evil},0,1,2\n")
-    text = write_report([folder]).read_text()
+    text = report_runs([folder]).read_text()
     assert evil not in text
     assert text.count("<script") == 1
     assert "&lt;script&gt;" in text
@@ -241,7 +193,7 @@ def test_what_comes_from_files_is_escaped(tmp_path):
 def test_a_stream_of_ones_own_is_shown_as_its_configuration_says(tmp_path):
     config = {"panels": [20, 80], "settings": made_settings(None), "error_name": "mistakes"}
     folder = write_run(tmp_path / "run", made_records(tasks=3, reveals=4), preset="mine", **config)
-    headings = [text for _, text in read(write_report([folder])).headings]
+    headings = [text for _, text in read(report_runs([folder])).headings]
     assert "accuracy after 20 datapoints" in headings
     assert "accuracy after 80 datapoints" in headings
     assert "mistakes within a task, last third" in headings
@@ -249,14 +201,14 @@ def test_a_stream_of_ones_own_is_shown_as_its_configuration_says(tmp_path):
 
 def test_the_threshold_shown_is_the_one_that_the_run_was_judged_by(tmp_path):
     folder = write_run(tmp_path / "run", made_records(tasks=3, reveals=4), settings=made_settings(0.65))
-    assert "datapoints to accuracy 0.65" in [text for _, text in read(write_report([folder])).headings]
+    assert "datapoints to accuracy 0.65" in [text for _, text in read(report_runs([folder])).headings]
 
 
 def test_a_run_without_records_yet_has_a_page(tmp_path):
     folder = write_run(tmp_path / "run", made_records(tasks=1, reveals=1))
     path = folder / "records.csv"
     path.write_text(path.read_text().splitlines()[0] + "\n")
-    assert "No records." in write_report([folder]).read_text()
+    assert "No records." in report_runs([folder]).read_text()
 
 
 def test_a_learner_that_diverged_is_shown_as_such(tmp_path):
@@ -265,7 +217,7 @@ def test_a_learner_that_diverged_is_shown_as_such(tmp_path):
         if r["method"] == "toe" and r["seed"] == 1 and r["round"] > 0:
             r["loss"] = math.inf if r["round"] == 1 else math.nan
     folder = write_run(tmp_path / "run", records, preset="sinusoid")
-    table = read(write_report([folder])).tables["Mean ± standard error over seeds"]
+    table = read(report_runs([folder])).tables["Mean ± standard error over seeds"]
     assert table[2][0] == "TOE"
     assert table[2][-1] == "–"
     assert "±" in table[1][-1]
@@ -274,7 +226,7 @@ def test_a_learner_that_diverged_is_shown_as_such(tmp_path):
 def test_runs_of_one_name_are_told_apart(tmp_path):
     records = made_records(tasks=2, reveals=1, methods=("ftml",))
     folders = [write_run(tmp_path / name / "run", records) for name in ("a", "b")]
-    table = read(write_report(folders)).tables["config.json"]
+    table = read(report_runs(folders)).tables["config.json"]
     assert table[0] == ["setting", *map(str, folders)]
 
 
@@ -310,9 +262,9 @@ def test_the_command_writes_into_the_first_folder_or_where_it_is_told(folder, tm
     assert told.out == f"{folder / 'sinusoid' / 'report.html'}\n"
     assert told.err == f"note: {tmp_path / 'theory'} holds no records and is left out\n"
     with pytest.raises(ValueError, match="at least one"):
-        write_report([])
+        report_runs([])
     with pytest.raises(FileNotFoundError, match="no run in"):
-        write_report([tmp_path / "nowhere"])
+        report_runs([tmp_path / "nowhere"])
 
 
 @pytest.mark.parametrize("log", [False, True])

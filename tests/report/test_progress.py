@@ -58,7 +58,7 @@ def test_the_table(rounds, tmp_path):
     ]
     config: Any = made_config(records, panels=[10, 20])
     (tmp_path / "times.csv").write_text("method,round,seconds,peak_mb\ntoe,0,31.7,1\ntoe,1,30,2\n")
-    table = result_table(LoadedRun("run", tmp_path, config, records))
+    table = result_table(LoadedRun.of("run", tmp_path, config, records))
     cells = [next(iter(column.cells)) for column in table.columns]
     third = -(-rounds // 3)
 
