@@ -10,8 +10,6 @@ import contextlib
 import numbers
 import os
 import re
-import zipfile
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.streams.base import BaseStream
+from metaleader.system.npz import Header, npz_arrays, npz_headers
 from metaleader.tasks import Batch, Task, Tree, check_alike, check_batch, num_rows, rng, row_signature, rows
 
 _FIELDS = ("x", "y", "test_x", "test_y")
@@ -201,39 +200,35 @@ def _checked(name: str, arrays: Mapping[str, Tree]) -> dict[str, Tree]:
 
 def _headers(path: Path) -> dict[str, Tree]:
     """Return meta tensors, which hold no data, with the shapes and dtypes of the arrays in a file."""
-    with _named_errors(path), path.open("rb") as opened, zipfile.ZipFile(opened) as archive:
-        names = [name.removesuffix(".npy") for name in archive.namelist()]
-        _check_fields(str(path), names)
-        return {name: _header(archive, name) for name in _FIELDS if name in names}
+    with _named_errors(path):
+        headers = npz_headers(path)
+        _check_fields(str(path), headers)
+        return {name: _like(name, headers[name]) for name in _FIELDS if name in headers}
 
 
-def _header(archive: zipfile.ZipFile, name: str) -> torch.Tensor:
-    with archive.open(f"{name}.npy") as file:
-        version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-        if read is None:
-            raise ValueError(f"{name} has the unsupported npy format version {version}")
-        shape, _, dtype = read(file)
-    if dtype.kind not in "biuf":
-        raise ValueError(f"{name} has dtype {dtype}, which is not numeric; save numbers")
-    if not shape:
+def _like(name: str, header: Header) -> torch.Tensor:
+    if header.dtype.kind not in "biuf":
+        raise ValueError(f"{name} has dtype {header.dtype}, which is not numeric; save numbers")
+    if not header.shape:
         raise ValueError(f"{name} is a single value; the first dimension must be the datapoints")
-    return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype, device="meta")
+    dtype = torch.from_numpy(np.empty(0, header.dtype.newbyteorder("="))).dtype
+    return torch.empty(header.shape, dtype=dtype, device="meta")
 
 
 def _load(path: Path) -> dict[str, Tree]:
-    with _named_errors(path), path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in _FIELDS if name in file.files}
+    with _named_errors(path):
+        present = npz_headers(path)
+        arrays = npz_arrays(path, [name for name in _FIELDS if name in present])
     return {name: torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) for name, array in arrays.items()}
 
 
 @contextlib.contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Convert the errors of a damaged file into a ValueError that names the file."""
+    """Name the file in errors."""
     try:
         yield
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, TypeError, KeyError, NotImplementedError) as error:
-        raise ValueError(f"{path} cannot be read as a task: {error}") from error
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read as a task: {error}; save it again, or use an intact copy") from error
 
 
 def _check_fields(name: str, fields: Collection[str]) -> None:

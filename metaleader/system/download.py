@@ -10,26 +10,22 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import http
-import http.client
 import os
+import stat
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from metaleader.system.files import sync_folder
+from metaleader.system.files import open_regular, sync_folder
+from metaleader.system.http import BrokenTransferError, NetworkError, RangeError, chunks
 
 # Called with the name of a file, the number of bytes so far, and the total.
 Progress = Callable[[str, int, int], None]
 
-_CHUNK = 1 << 18
 _ATTEMPTS = 5
 _PAUSE = 1.0
-_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class DataFile:
 
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits."""
-    with path.open("rb") as opened:
+    with open_regular(path) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
@@ -72,9 +68,10 @@ def download(file: DataFile, folder: Path, progress: Progress) -> None:
         OSError: if no address provides the file; the message gives the reason for each.
     """
     target = folder / file.name
-    with _locked(target.with_name(f"{file.name}.part"), target) as part:
-        _fetch(file, part, progress)
-        os.replace(part.name, target)
+    part = target.with_name(f"{file.name}.part")
+    with _locked(part, target) as opened:
+        _fetch(file, part, opened, progress)
+        os.replace(part, target)
         sync_folder(folder)
 
 
@@ -87,7 +84,7 @@ def megabytes(size: int) -> str:
 def _locked(part: Path, target: Path) -> Iterator[IO[bytes]]:
     """Open and lock the part file; on an error, remove it if a later call cannot resume it."""
     # Unbuffered: on a full disk, closing a buffered file would fail again.
-    with part.open("a+b", buffering=0) as opened:
+    with os.fdopen(_open_part(part), "a+b", buffering=0) as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -108,23 +105,38 @@ def _locked(part: Path, target: Path) -> Iterator[IO[bytes]]:
             raise
 
 
-def _fetch(file: DataFile, part: IO[bytes], progress: Progress) -> None:
+def _open_part(part: Path) -> int:
+    """Open a file for appending; links, FIFOs and devices, which somebody else may have put there, are refused."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(part, flags, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        raise OSError(f"{part} is not a regular file; remove it") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{part} is not a regular file; remove it")
+    return handle
+
+
+def _fetch(file: DataFile, path: Path, part: IO[bytes], progress: Progress) -> None:
     failures: list[str] = []
     for url in file.urls:
         resumed = part.seek(0, os.SEEK_END) > 0
         try:
             _complete(url, file, part, progress)
-            problem = file.problem(Path(part.name))
+            problem = file.problem(path)
             if problem and resumed:
                 # The resumed part may belong to another file: start again from the beginning.
                 part.truncate(0)
                 _complete(url, file, part, progress)
-                problem = file.problem(Path(part.name))
+                problem = file.problem(path)
             if not problem:
                 return
             part.truncate(0)
             failures.append(f"{url}: the download {problem}, and was removed")
-        except _NetworkError as error:
+        except NetworkError as error:
             failures.append(f"{url}: {error}")
     kept = part.seek(0, os.SEEK_END)
     raise OSError(
@@ -132,10 +144,6 @@ def _fetch(file: DataFile, part: IO[bytes], progress: Progress) -> None:
         + "; ".join(failures)
         + (f". {megabytes(kept)} of {megabytes(file.size)} are kept: run the command again to resume" if kept else "")
     )
-
-
-class _NetworkError(Exception):
-    """The server or the connection failed."""
 
 
 def _complete(url: str, file: DataFile, part: IO[bytes], progress: Progress) -> None:
@@ -154,7 +162,7 @@ def _complete(url: str, file: DataFile, part: IO[bytes], progress: Progress) -> 
         if attempt:
             time.sleep(_PAUSE)
         try:
-            for start, chunk in _chunks(url, size):
+            for start, chunk in chunks(url, size, file.size):
                 if start != size:
                     part.truncate(start)
                 _write(part, chunk)
@@ -162,37 +170,16 @@ def _complete(url: str, file: DataFile, part: IO[bytes], progress: Progress) -> 
                 progress(file.name, min(size, file.size), file.size)
                 if size > file.size:
                     part.truncate(0)
-                    raise _NetworkError(f"the server sends more than the {file.size} bytes of the published file")
+                    raise NetworkError(f"the server sends more than the {file.size} bytes of the published file")
             failure = f"the transfer was interrupted at {size} of {file.size} bytes"
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                part.truncate(0)
-            raise _NetworkError(str(error)) from error
-        except _BrokenTransferError as error:
+        except RangeError:
+            part.truncate(0)
+            raise
+        except BrokenTransferError as error:
             failure = str(error)
-    raise _NetworkError(f"{failure}, after {_ATTEMPTS} attempts")
+    raise NetworkError(f"{failure}, after {_ATTEMPTS} attempts")
 
 
 def _write(part: IO[bytes], chunk: bytes) -> None:
     while chunk:
         chunk = chunk[part.write(chunk) :]
-
-
-class _BrokenTransferError(Exception):
-    """A failure after which another attempt may succeed."""
-
-
-def _chunks(url: str, offset: int) -> Iterator[tuple[int, bytes]]:
-    """Yield chunks of a file with their offsets, starting at `offset`, or at 0 if the server cannot resume."""
-    request = urllib.request.Request(url, headers={"User-Agent": "metaleader", "Range": f"bytes={offset}-"})
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
-            position = offset if response.status == http.HTTPStatus.PARTIAL_CONTENT else 0
-            while chunk := response.read(_CHUNK):
-                yield position, chunk
-                position += len(chunk)
-    except urllib.error.HTTPError:
-        raise
-    except (OSError, http.client.HTTPException) as error:
-        raise _BrokenTransferError(f"the connection failed ({error})") from error

@@ -113,6 +113,30 @@ def check_target(path: str | os.PathLike[str]) -> None:
         )
 
 
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Open a file for reading; a FIFO or a device, which may never end, is refused.
+
+    Raises:
+        OSError: if the file cannot be opened or is not a regular file.
+    """
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        kind = os.fstat(handle).st_mode
+        if not stat.S_ISREG(kind):
+            raise OSError(f"{path} is {'a folder' if stat.S_ISDIR(kind) else 'not a regular file'}; remove it")
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """The content of a regular file."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder to disk, which makes a rename in it durable."""
     handle = os.open(folder, os.O_RDONLY)

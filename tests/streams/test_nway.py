@@ -376,6 +376,23 @@ def test_a_member_that_claims_to_be_huge(cifar, publish):
         cifar100(publish(gzip.compress(member.tobuf() + b"\0" * 1024)))
 
 
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_header_that_claims_to_be_huge(kind, publish):
+    member = tarfile.TarInfo("header")
+    member.type, member.size = kind, 1 << 40
+    with pytest.raises(ValueError, match=r"announces \d+ bytes"):
+        cifar100(publish(gzip.compress(member.tobuf(tarfile.GNU_FORMAT) + b"\0" * 1024)))
+
+
+def test_labels_that_are_no_list(cifar, publish):
+    nested = [0, 1]
+    for _ in range(60):
+        nested = [nested, nested]
+    members = official(cifar, lambda x, y: pickle.dumps({b"data": x, b"fine_labels": nested}, 4))
+    with pytest.raises(ValueError, match="fine_labels must be a list of integers"):
+        cifar100(publish(archive(members)))
+
+
 @pytest.mark.parametrize("keep", [0, 10, 0.3, 0.9])
 def test_truncated_archives(keep, cifar, publish):
     content = archive(official(cifar))

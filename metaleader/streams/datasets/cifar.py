@@ -5,8 +5,8 @@ The archive is read in memory without extracting files, and its pickles cannot r
 
 from __future__ import annotations
 
+import gzip
 import tarfile
-import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -17,6 +17,8 @@ import numpy as np
 from metaleader.streams.datasets.pickles import load_pickle
 from metaleader.streams.datasets.registry import Folder, find
 from metaleader.streams.nway import Labelled, NWayStream
+from metaleader.system.files import open_regular
+from metaleader.system.npz import npz_arrays
 
 # The official grouping. Classes are numbered in the alphabetical order of their names.
 SUPERCLASSES: dict[str, tuple[str, ...]] = {
@@ -49,7 +51,7 @@ COARSE = [_GROUP_OF[name] for name in NAMES]
 _MEMBERS = ("cifar-100-python/train", "cifar-100-python/test")
 _PIXELS = 3 * 32 * 32
 # In bytes. The official members have 155 and 31 MB.
-_MEMBER_LIMIT = 1 << 28
+_MEMBER_LIMIT, _ARCHIVE_LIMIT = 1 << 28, 1 << 29
 
 
 def cifar100(
@@ -85,15 +87,10 @@ def read_cifar100(data: Folder = None) -> Labelled:
 def _read_npz(path: Path) -> Labelled:
     names = ("train_images", "train_labels", "test_images", "test_labels")
     try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            absent = [name for name in names if name not in file.files]
-            if absent:
-                raise ValueError(f"it has no {', '.join(absent)}")
-            images, labels, test_images, test_labels = (file[name] for name in names)
-    except (ValueError, zipfile.BadZipFile, EOFError, KeyError, zlib.error, OSError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise
+        arrays = npz_arrays(path, names, _MEMBER_LIMIT)
+    except ValueError as error:
         raise ValueError(f"{path} cannot be read as CIFAR-100: {error}; use an intact copy") from error
+    images, labels, test_images, test_labels = (arrays[name] for name in names)
     for array in (images, test_images):
         if array.dtype != np.uint8 or array.shape[1:] != (32, 32, 3):
             raise ValueError(f"{path}: images must be uint8 (N, 32, 32, 3), got {array.dtype} {array.shape}")
@@ -103,8 +100,10 @@ def _read_npz(path: Path) -> Labelled:
 
 def _read_archive(path: Path) -> Labelled:
     try:
-        with tarfile.open(path, "r:gz") as archive:
-            members = _read_members(archive, path)
+        with open_regular(path) as file, gzip.open(file, "rb") as content:
+            limited: Any = _Limited(content)
+            with tarfile.open(fileobj=limited, mode="r:") as archive:
+                members = _read_members(archive, path)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
@@ -114,6 +113,26 @@ def _read_archive(path: Path) -> Labelled:
         raise ValueError(f"{path} has no {', '.join(absent)}; use the official archive")
     (x, labels), (test_x, test_labels) = (members[name] for name in _MEMBERS)
     return _labelled(path, x, labels, test_x, test_labels)
+
+
+class _Limited:
+    """A file of which little can be read at once and in all, so that a damaged header allocates no memory."""
+
+    def __init__(self, file: gzip.GzipFile) -> None:
+        self._file = file
+        self.tell = file.tell
+
+    def read(self, size: int) -> bytes:
+        """Read `size` bytes."""
+        if not 0 <= size <= _MEMBER_LIMIT:
+            raise tarfile.ReadError(f"a header announces {size} bytes")
+        return self._file.read(size)
+
+    def seek(self, position: int, whence: int = 0) -> int:
+        """Move to a position."""
+        if position > _ARCHIVE_LIMIT:
+            raise tarfile.ReadError(f"it has more than {_ARCHIVE_LIMIT} bytes")
+        return self._file.seek(position, whence)
 
 
 def _read_members(archive: tarfile.TarFile, path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -134,7 +153,10 @@ def _read_members(archive: tarfile.TarFile, path: Path) -> dict[str, tuple[np.nd
 
 def _images_and_labels(content: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
     try:
-        images, labels = content[b"data"].array, np.asarray(content[b"fine_labels"])
+        images, labels = content[b"data"].array, content[b"fine_labels"]
+        if type(labels) is not list or not all(type(label) is int for label in labels):
+            raise TypeError("fine_labels must be a list of integers")
+        labels = np.asarray(labels)
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
         raise ValueError(f"{where} has no data and fine_labels ({error!r}); use the official archive") from error
     if images.ndim != 2 or images.shape[1] != _PIXELS:

@@ -10,6 +10,7 @@ import numpy as np
 
 from metaleader.streams.datasets.registry import Folder, find
 from metaleader.streams.nway import Labelled
+from metaleader.system.files import open_regular
 
 # The third byte of the magic number is the data type, the fourth the number of dimensions.
 _UNSIGNED_BYTES = 0x08
@@ -54,7 +55,7 @@ def read_idx(path: str | Path, dimensions: int | None = None) -> np.ndarray:
         ValueError: if the file is truncated, too long, not gzip, or of another type or number of dimensions.
     """
     try:
-        with gzip.open(path, "rb") as file:
+        with open_regular(path) as opened, gzip.open(opened, "rb") as file:
             start = file.read(4)
             dimensions = start[3] if dimensions is None and len(start) == 4 else dimensions or 0
             header = start + file.read(4 * dimensions)

@@ -18,6 +18,8 @@ import numpy as np
 from metaleader.streams.datasets.registry import Folder, data_folder, find
 from metaleader.streams.pose.shapes import FAMILIES, SHAPES_VERSION, build_shape
 from metaleader.system.download import file_sha256
+from metaleader.system.files import open_regular, read_regular
+from metaleader.system.npz import npz_arrays
 
 PASCAL3D = {
     "aeroplane": (1, 2, 3, 4, 5, 6, 7, 8),
@@ -30,6 +32,8 @@ PASCAL3D = {
     "sofa": (1, 2, 3, 4, 5, 6),
     "tvmonitor": (2, 3, 4),
 }
+# In bytes. The largest array of PASCAL3D+'s objects has 0.8 MB.
+_ARRAY_LIMIT = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def pascal3d_objects(data: Folder = None) -> Objects:
     _check_complete(names, set(files), data_folder(data) / "pascal3d")
     digest = hashlib.sha256()
     for name in names:
-        digest.update(hashlib.sha256(files[name].read_bytes()).digest())
+        digest.update(hashlib.sha256(read_regular(files[name])).digest())
     return Objects(names, digest.hexdigest(), lambda name: read_off(files[name]))
 
 
@@ -99,7 +103,7 @@ def read_off(path: Path) -> Mesh:
     Raises:
         ValueError: if the file is damaged.
     """
-    lines = (line.split("#")[0].split() for line in path.read_text("ascii", errors="replace").splitlines())
+    lines = (line.split("#")[0].split() for line in read_regular(path).decode("ascii", errors="replace").splitlines())
     rows = [row for row in lines if row]
     if not rows or rows[0][0] != "OFF":
         raise ValueError(f"{path} is not an OFF file: it does not begin with OFF")
@@ -146,20 +150,19 @@ def make_mesh(vertices: np.ndarray, faces: np.ndarray, where: str) -> Mesh:
 
 def _names_in(archive: Path) -> set[str]:
     try:
-        with zipfile.ZipFile(archive) as members:
+        with open_regular(archive) as file, zipfile.ZipFile(file) as members:
             entries = set(members.namelist())
-    except (zipfile.BadZipFile, OSError) as error:
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise ValueError(f"{archive} is truncated or not a npz file ({error}); use an intact copy") from error
     prefixes = {entry.removesuffix("/vertices.npy") for entry in entries if entry.endswith("/vertices.npy")}
     return {prefix.replace("/", " ") for prefix in prefixes if f"{prefix}/faces.npy" in entries}
 
 
 def _from_npz(archive: Path, name: str) -> Mesh:
-    prefix = name.replace(" ", "/")
+    names = [f"{name.replace(' ', '/')}/{part}" for part in ("vertices", "faces")]
     try:
-        with np.load(archive, allow_pickle=False) as arrays:
-            vertices, faces = arrays[f"{prefix}/vertices"], arrays[f"{prefix}/faces"]
-    except Exception as error:  # NumPy passes on the errors of zlib, zipfile, tokenize and ast
+        vertices, faces = npz_arrays(archive, names, _ARRAY_LIMIT).values()
+    except ValueError as error:
         raise ValueError(f"{archive}: {name} is damaged ({error}); use an intact copy") from error
     return make_mesh(vertices, faces, f"{archive}, {name}")
 

@@ -181,15 +181,26 @@ def test_no_network(publish, server, tmp_path):
     assert files(tmp_path) == {}
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_leaves_nothing(publish, tmp_path):
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/full"), lambda path: path.mkdir()])
+def test_a_part_that_is_not_a_file_is_refused(make, publish, tmp_path):
     (tmp_path / "mnist").mkdir()
-    (tmp_path / "mnist" / "file.part").symlink_to("/dev/full")  # every write fails with ENOSPC
-    with pytest.raises(OSError, match=r"No space|no space left for file in .*; the partial file was removed"):
+    make(tmp_path / "mnist" / "file.part")
+    with pytest.raises(OSError, match=r"file.part is not a regular file; remove it"):
         data.fetch("mnist", tmp_path)
-    assert list((tmp_path / "mnist").iterdir()) == []
+
+
+def test_a_link_is_not_followed(publish, tmp_path):
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "mnist" / "file.part").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=r"file.part is not a regular file; remove it"):
+        data.fetch("mnist", tmp_path)
+    assert (tmp_path / "precious").read_text() == "precious"
+    (tmp_path / "mnist" / "file.part").unlink()
+    (tmp_path / "mnist" / "file").symlink_to(tmp_path / "precious")
     data.fetch("mnist", tmp_path)
-    assert files(tmp_path) == {"file": CONTENT}
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert (tmp_path / "mnist" / "file").read_bytes() == CONTENT
 
 
 def test_a_disk_that_fills_up_on_the_way(publish, tmp_path, monkeypatch):
