@@ -20,8 +20,8 @@ import torch
 from metaleader.engine.engine import Engine
 from metaleader.evaluate import Record, play_together
 from metaleader.experiments.experiment import Experiment
-from metaleader.plan import make_stream, planned_updates
 from metaleader.presets import PRESETS
+from metaleader.runner.plan import make_stream, planned_updates
 from metaleader.streams.base import View
 from metaleader.streams.datasets.registry import data_folder
 from metaleader.system.machine import find_device

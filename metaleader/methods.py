@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from metaleader.builders import given_arguments, parameters_of, settable, takes_any, unknown
 from metaleader.learners import FTL, FTML, TOE, Learner, Scratch
 from metaleader.losses import Loss
+from metaleader.system.builders import given_arguments, parameters_of, settable, takes_any, unknown
 
 # Called with the model, the loss and the options of the learner.
 Factory = Callable[..., Learner]

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from metaleader.builders import name_of, plain
 from metaleader.experiments.experiment import Experiment
 from metaleader.experiments.settings import settings_of
 from metaleader.methods import METHODS
-from metaleader.plan import find_experiment
 from metaleader.presets import MACHINES, PRESETS, TIMES
+from metaleader.runner.plan import find_experiment
 from metaleader.runs.folder import Schedule
+from metaleader.system.builders import name_of, plain
 
 
 def list_experiments(

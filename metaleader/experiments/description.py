@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from metaleader.builders import arguments_of, described, given_arguments, name_of, plain, settable
 from metaleader.engine.determinism import seeded
 from metaleader.experiments.experiment import Experiment
 from metaleader.learners import Learner
+from metaleader.system.builders import arguments_of, described, given_arguments, name_of, plain, settable
 
 _SIZES = ("tasks", "order", "meta_steps", "reveal", "reveals", "gamma", "steps")
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from metaleader.builders import FILE_MODULE, one_line, place_of, settable, unknown
 from metaleader.experiments.experiment import Experiment
+from metaleader.system.builders import FILE_MODULE, one_line, place_of, settable, unknown
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from metaleader.builders import (
+from metaleader.experiments.experiment import ALL, GROUPS, Experiment
+from metaleader.learners import Learner
+from metaleader.methods import Method
+from metaleader.system.builders import (
     arguments_of,
     explained,
     settable,
@@ -16,9 +19,6 @@ from metaleader.builders import (
     unknown,
     with_arguments,
 )
-from metaleader.experiments.experiment import ALL, GROUPS, Experiment
-from metaleader.learners import Learner
-from metaleader.methods import Method
 
 # The fields of an experiment that are numbers or lists of numbers.
 SIZES = ("tasks", "order", "meta_steps", "reveal", "reveals", "gamma", "panels", "steps", "error_name", "threads")

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from metaleader.builders import call_with
 from metaleader.report.claims import check_claims
 from metaleader.report.curves import Panel, run_panels
 from metaleader.report.loaded import LoadedRun, Shown, load_runs
@@ -19,6 +18,7 @@ from metaleader.report.sheet import contact_sheet
 from metaleader.report.svg import chart, common_axes, legend
 from metaleader.report.tables import configuration_table, costs_table, differences_table, readings_table, results_table
 from metaleader.streams.base import View
+from metaleader.system.builders import call_with
 from metaleader.system.files import check_target, write_atomic
 
 READING = """Every value is a mean over seeds ± its standard error. The charts show the standard error as a band (on a

@@ -11,9 +11,10 @@ import tiny
 import torch
 from made_records import made_settings
 
-from metaleader import cli, runner
+from metaleader import cli
 from metaleader.methods import METHODS
 from metaleader.presets import MACHINES, PRESETS, TIMES
+from metaleader.runner import experiment as runner
 from metaleader.runs.folder import Schedule
 
 

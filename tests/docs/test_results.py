@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tiny import tiny, tiny_nway
 
-from metaleader import runner
 from metaleader.presets import PRESETS
 from metaleader.report.curves import stream_panels
 from metaleader.report.figures import draw_panels
 from metaleader.report.page import report_runs
 from metaleader.runner import RunOptions, run_experiment
+from metaleader.runner import experiment as runner
 from metaleader.runs.folder import read_config
 
 ROOT = Path(__file__).parents[2]

@@ -5,9 +5,10 @@ import json
 import pytest
 import tiny
 
-from metaleader import cli, runner
+from metaleader import cli
 from metaleader.report.claims import check_claims
 from metaleader.report.page import report_runs
+from metaleader.runner import experiment as runner
 from metaleader.runs.folder import read_records
 
 FILE = """

@@ -8,10 +8,10 @@ import pytest
 import torch
 from made_records import made_config
 
-from metaleader import runner
 from metaleader.evaluate import Record
 from metaleader.report.claims import check_claims
 from metaleader.report.loaded import load_runs
+from metaleader.runner import experiment as runner
 from metaleader.runner import join_experiments, resume_experiment
 from metaleader.runs.digest import Digest, committed
 from metaleader.runs.folder import read_checkpoint, read_records, write_checkpoint

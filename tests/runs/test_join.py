@@ -8,9 +8,10 @@ import pytest
 import tiny
 from made_records import made_settings
 
-from metaleader import cli, runner
+from metaleader import cli
 from metaleader.presets import PRESETS
 from metaleader.runner import RunOptions, join_experiments, run_experiment
+from metaleader.runner import experiment as runner
 from metaleader.runs.digest import Digest
 from metaleader.runs.folder import read_checkpoint, read_config, read_times, write_checkpoint
 from metaleader.runs.run import Run

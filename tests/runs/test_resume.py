@@ -17,10 +17,11 @@ import pytest
 import tiny
 import torch
 
-from metaleader import cli, runner
+from metaleader import cli
 from metaleader.engine.engine import Engine
 from metaleader.presets import PRESETS
 from metaleader.runner import RunOptions, resume_experiment, run_experiment
+from metaleader.runner import experiment as runner
 from metaleader.runs.folder import read_records, read_times
 from metaleader.system.trees import load_tree
 

@@ -20,12 +20,12 @@ from metaleader.evaluate import Record, has_labels, play_together, preload
 from metaleader.experiments.description import changes
 from metaleader.learners import Learner
 from metaleader.losses import takes_labels, unsmoothed
-from metaleader.plan import Plan, RunOptions, planned
 from metaleader.report.figures import draw_figures
 from metaleader.report.loaded import load_runs
 from metaleader.report.page import report_runs
 from metaleader.report.progress import Display, result_table
 from metaleader.report.tensorboard import TensorBoard
+from metaleader.runner.plan import Plan, RunOptions, planned
 from metaleader.runs.folder import Config
 from metaleader.runs.join import join_runs
 from metaleader.runs.run import Run

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from metaleader.builders import call_with, explained, unknown
 from metaleader.engine.determinism import seeded
 from metaleader.engine.engine import Mode
 from metaleader.experiments.description import described_experiment
@@ -24,6 +23,7 @@ from metaleader.runs.folder import Schedule
 from metaleader.streams import reorder
 from metaleader.streams.datasets.registry import data_folder
 from metaleader.system import machine
+from metaleader.system.builders import call_with, explained, unknown
 from metaleader.tasks import Task, TaskStream, num_rows, rng
 
 # On the command line, names of methods are separated by commas.

@@ -11,11 +11,11 @@ import pytest
 import tiny
 import torch
 
-from metaleader import runner
 from metaleader.learners import FTML
-from metaleader.plan import RunOptions, planned, planned_updates
 from metaleader.presets import PRESETS
+from metaleader.runner import experiment as runner
 from metaleader.runner import run_experiment
+from metaleader.runner.plan import RunOptions, planned, planned_updates
 from metaleader.runs.folder import read_records, read_times
 from metaleader.streams import SinusoidStream
 from metaleader.system import machine

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import metaleader as ml
+from metaleader.report.transfer import Transfer, transfer_matrix
 from metaleader.streams import Labelled, NWayStream
 from metaleader.tasks import rng
-from metaleader.transfer import Transfer, transfer_matrix
 
 # After round 0, 1, 2 and 3, in percent; task 1 is best after round 2.
 NAN = math.nan
