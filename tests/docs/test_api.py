@@ -14,7 +14,7 @@ DIRECTIVES = [name for page in API.glob("*.md") for name in re.findall(r"^::: (\
 MODULES = ("losses", "models", "streams", "checks", "regret", "report.pairs", "report.transfer", "sklearn", "theory")
 EVALUATE = ("play_together", "preload")
 # The functions by which a program runs an experiment, and writes records of its own.
-RUNNER = ("runner.run_experiment", "runner.resume_experiment", "plan.RunOptions", "report.own.write_records")
+RUNNER = ("runner.run_experiment", "runner.resume_experiment", "runner.RunOptions", "report.own.write_records")
 # The options of the learners are their settings.
 OPTIONS = ("learners.options.Options", "learners.ftml.FTMLOptions", "learners.baselines.FTLOptions")
 
