@@ -126,6 +126,14 @@ class Journal:
         run = max(runs, key=len)
         return (run[0], run[-1]) if run else (1, 0)
 
+    def refresh(self) -> None:
+        """Read the numbers of the first and the last record again; another process may have written.
+
+        Raises:
+            ValueError: if the journal is damaged.
+        """
+        self._open(repair=False, readonly=True)
+
     def append(self, contents: Iterable[bytes]) -> int:
         """Write records in one transaction; they are on disk when this returns.
 

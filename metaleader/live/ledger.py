@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from metaleader.learners.learner import Learner
 from metaleader.live.calls import Call, Observe, Predict, Readmit, Update, fingerprint
+from metaleader.live.errors import ConflictError
 from metaleader.live.update import FailedUpdate, PreparedUpdate
 from metaleader.tasks import Batch, rows
 
@@ -63,7 +64,7 @@ class Ledger:
             return False
         assert isinstance(call, Observe)
         if known != fingerprint(call):
-            raise ValueError(
+            raise ConflictError(
                 f"the key of this call for task {call.task!r} was used before, for other data; use one key per call"
             )
         return True

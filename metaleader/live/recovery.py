@@ -110,8 +110,8 @@ def state_of(ledger: Ledger, codec: Codec, keys: bool = False) -> dict[str, Any]
 
 def _replay(folder: Path, journal: Journal, ledger: Ledger, codec: Codec, repair: bool) -> int:
     """Bring a ledger to the end of a journal; returns the number of the record from which updates were made again."""
-    calls = _calls(journal.read(), codec)
-    first = _restore_first(folder, journal, calls, ledger)
+    calls = decoded(journal.read(), codec)
+    first = restore_first(folder, journal, calls, ledger)
     checkpoint = _newest_checkpoint(folder, first, journal, repair)
     if checkpoint is not None:
         ledger.refused = list(checkpoint["refused"])
@@ -128,7 +128,7 @@ def _replay(folder: Path, journal: Journal, ledger: Ledger, codec: Codec, repair
     return first if checkpoint is None else checkpoint["number"]
 
 
-def _restore_first(folder: Path, journal: Journal, calls: Iterator[tuple[int, Call]], ledger: Ledger) -> int:
+def restore_first(folder: Path, journal: Journal, calls: Iterator[tuple[int, Call]], ledger: Ledger) -> int:
     """Restore the state that a journal begins with; returns the number of its record."""
     data: list[Observe] = []
     for number, call in calls:
@@ -168,7 +168,8 @@ def _newest_checkpoint(folder: Path, first: int, journal: Journal, repair: bool)
     return None
 
 
-def _calls(records: Iterable[tuple[int, bytes]], codec: Codec) -> Iterator[tuple[int, Call]]:
+def decoded(records: Iterable[tuple[int, bytes]], codec: Codec) -> Iterator[tuple[int, Call]]:
+    """The calls in records, with the numbers of these."""
     for number, content in records:
         call = codec.decode(content)
         if call is not None:

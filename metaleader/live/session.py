@@ -16,6 +16,7 @@ from metaleader.learners.learner import Learner
 from metaleader.learners.observation import checked_batch
 from metaleader.live import checkpoints
 from metaleader.live.calls import Codec, Observe, Predict, Readmit, Updates, digest, fingerprint
+from metaleader.live.errors import ConflictError, UnknownPredictionError
 from metaleader.live.recovery import first_records, open_folder, predictions_of
 from metaleader.live.repair import repair_journal
 from metaleader.live.updater import Updater
@@ -136,7 +137,7 @@ class Session:
             return self._observe(call.x, y, call.task, key, True)
         if key in self._ledger.keys:
             return False
-        raise ValueError(
+        raise UnknownPredictionError(
             f"no prediction {prediction!r} waits for its targets: call predict(..., name={prediction!r}) first"
             f" (the latest {self._ledger.max_waiting} are remembered)"
         )
@@ -165,14 +166,23 @@ class Session:
         self._check()
         prediction = self.learner.predict(x, task=str(task), variance=variance)
         if name is not None:
-            key = digest("prediction", str(name))
-            call = Predict(str(task), inputs_of(self.learner, x, "predict"), key)
-            before = self._writer.run(lambda: self._waiting(key))
-            if before is not None and fingerprint(before) != fingerprint(call):
-                raise ValueError(f"the name {name!r} was used for another prediction; use one name per prediction")
-            if before is None and key not in self._ledger.keys:
-                self._writer.submit(call)
+            self.remember(x, task=task, name=name)
         return prediction
+
+    def remember(self, x: Tree, *, task: str, name: str) -> None:
+        """Store inputs whose targets come later by `label`, as `predict` does with a name; the task may have no data.
+
+        Raises:
+            ValueError: for a name that was used for other inputs.
+        """
+        self._check()
+        key = digest("prediction", str(name))
+        call = Predict(str(task), inputs_of(self.learner, x, "remember"), key)
+        before = self._writer.run(lambda: self._waiting(key))
+        if before is not None and fingerprint(before) != fingerprint(call):
+            raise ConflictError(f"the name {name!r} was used for another prediction; use one name per prediction")
+        if before is None and key not in self._ledger.keys:
+            self._writer.submit(call)
 
     def predict_many(self, xs: Mapping[str, Tree]) -> dict[str, Any]:
         """Predictions for several tasks at once, as `Learner.predict_many`."""

@@ -79,6 +79,14 @@ class TaskBuffer:
         """The number of datapoints by name, over all rounds of a name."""
         return {name: sum(entry.count for entry in entries) for name, entries in self._entries.by_name.items()}
 
+    def size(self, name: str) -> int:
+        """The number of datapoints of a name; 0 if it has none."""
+        return sum(entry.count for entry in self._entries.by_name.get(name, ()))
+
+    def number(self, name: str) -> int:
+        """The number of tasks seen before the first one of a name; for a name without data, the number seen so far."""
+        return min((entry.number for entry in self._entries.by_name.get(name, ())), default=self.seen)
+
     def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
         """Open a new task, which enters the buffer with its first datapoint, and drop tasks that exceed the bound."""
         if classes is not None and self.max_tasks is not None:

@@ -14,6 +14,7 @@ from sessions import ROWS, batch, calls, make, plain_learner, same_state
 from metaleader import losses, models
 from metaleader.learners import FTML, TOE, Learner, Scratch
 from metaleader.live.calls import Observe
+from metaleader.live.errors import ConflictError, UnknownPredictionError
 from metaleader.live.session import Session
 
 
@@ -146,6 +147,22 @@ def test_labels_come_later(tmp_path, mode):
     (*_, last) = [call for call in calls(tmp_path / "killed") if isinstance(call, Observe)]
     assert torch.equal(last.x, x)
     assert torch.equal(last.y, y)
+
+
+def test_inputs_of_a_task_without_data_are_remembered(tmp_path):
+    x, y = batch(1)
+    with Session(tmp_path, make) as session:
+        session.remember(x, task="new", name="order 1")
+        session.remember(x, task="new", name="order 1")
+        with pytest.raises(ConflictError, match="name 'order 1' was used for another prediction"):
+            session.remember(x, task="other", name="order 1")
+        with pytest.raises(UnknownPredictionError):
+            session.label("order 2", y)
+        assert session.label("order 1", y) is True
+        assert session.label("order 1", y) is False
+        session.remember(x, task="new", name="order 1")
+        assert session.status()["predictions"] == 0
+        assert session.learner.tasks == {"new": ROWS}
 
 
 def test_predictions_of_many_tasks(tmp_path):

@@ -46,6 +46,8 @@ def test_draws_are_those_of_contiguous_tasks() -> None:
     assert len(turns) == len(at_once) == 3
     assert drawn(turns) == drawn(at_once)
     assert turns.sizes() == at_once.sizes() == {"0": 6, "1": 9, "2": 3}
+    assert [turns.size(name) for name in ("0", "1", "2", "none")] == [6, 9, 3, 0]
+    assert [turns.number(name) for name in ("0", "1", "2", "none")] == [0, 1, 2, 3]
 
 
 def test_a_single_datapoint_is_kept_and_not_drawn_until_a_second_one_comes() -> None:
