@@ -19,7 +19,7 @@ from metaleader.learners.options import Model, Options
 from metaleader.losses import Loss
 from metaleader.memory.by_class import ClassBuffer
 from metaleader.memory.by_task import TaskBuffer
-from metaleader.memory.rows import Memory
+from metaleader.memory.contract import Memory
 from metaleader.nets.functional import scale_uint8
 from metaleader.system.trees import is_savable, load_tree, save_tree
 

@@ -26,8 +26,8 @@ from metaleader.learners.options import Model, Options, initial_module
 from metaleader.learners.update import update_together
 from metaleader.losses import Loss
 from metaleader.memory.by_task import TaskBuffer
+from metaleader.memory.contract import Memory
 from metaleader.memory.fields import integer, mapping, text_or_none
-from metaleader.memory.rows import Memory
 from metaleader.nets.functional import Layout, Network, Statistics
 from metaleader.system.machine import known_device
 from metaleader.tasks import Batch, Tree, num_rows

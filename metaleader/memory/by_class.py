@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from metaleader.memory.fields import integer, integers, text_or_none
-from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_weights, distinct, split
+from metaleader.memory.rows import Draw, Rows, Weights, Which, arrival_times, checked_weights, distinct, split
 from metaleader.tasks import Batch, rng, rows
 
 _UNNAMED, _LARGEST = -1, 2**63 - 1
@@ -62,13 +62,10 @@ class ClassBuffer:
         return self.store.length - self._round_start
 
     def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
-        """Open a new task; D_t is empty.
+        """Open a new task with the global class of each local label, in the order of the labels; D_t is empty.
 
-        Args:
-            name: the name of the task, for error messages.
-            classes: the global class of each local label, in the order of the labels.
-            num_classes: the number of global classes that the network has outputs for; None if it has one output per
-                local label.
+        `num_classes` is the number of global classes that the network has outputs for; None if it has one output per
+        local label.
         """
         if classes is None:
             raise ValueError(f"task {name!r} has no classes, but earlier tasks have; call begin(name, classes=[...])")
@@ -90,13 +87,10 @@ class ClassBuffer:
         self._round_start = self.store.length
 
     def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None, task: str | None = None) -> None:
-        """Store datapoints of the open task; a batch with a wrong label or id is rejected as a whole.
+        """Store images of the open task with local labels; a batch with a wrong label or id is rejected as a whole.
 
-        Args:
-            batch: images with local labels.
-            ids: one integer per image that identifies it across tasks; an image whose id is already stored is not
-                stored again. None means that all images are new.
-            task: not available: the classes of a task belong to its round.
+        An image whose id is already stored is not stored again; without ids, all images are new. A name is not
+        available: the classes of a task belong to its round.
         """
         if task is not None:
             raise self._no_names(task)
@@ -126,7 +120,7 @@ class ClassBuffer:
         """D_t: all datapoints of the open task with their local labels; None if there are none."""
         if self._current is None and self._round_rows:
             index = torch.tensor(self._round_rows, device=self.device)
-            self._current = self.store.gather(index, self._labels(np.asarray(self._round_labels)))
+            self._current = self.store.take(index, self._labels(np.asarray(self._round_labels)))
         return self._current
 
     def counts(self) -> np.ndarray:
@@ -143,20 +137,11 @@ class ClassBuffer:
         which: Which = "all",
         without: Collection[str] = (),
     ) -> Draw | None:
-        """Draw meta-batches for some steps; the draw of a step depends only on (seed, step) and the buffer.
+        """Draw meta-batches for some steps, each task with its own classes and labels; see `Memory.draw`.
 
-        Args:
-            seed: the seed of the learner.
-            steps: the indices of the meta-updates to draw for.
-            tasks: tasks per step, each with its own classes and labels.
-            support: support datapoints per task, a multiple of the number of classes; may be 0.
-            query: query datapoints per task, also a multiple of the number of classes.
-            which: "all" draws from all images, "past" from those observed before this round, "current" from D_t with
-                its labels; then classes are not balanced.
-            without: not available: tasks are drawn by class.
-
-        Returns:
-            Row numbers, labels and classes on the buffer's device, or None if there is too little data.
+        `support` and `query` are multiples of the number of classes. With "current", D_t and its labels are drawn
+        from, and classes are not balanced; "past" draws from the images observed before this round. Names cannot be
+        left out. There is nothing to draw from before as many classes as a task has.
         """
         if which == "current":
             return self._draw_current(seed, steps, tasks, support, query)
@@ -171,7 +156,7 @@ class ClassBuffer:
         generators = [rng("draw", seed, step) for step in steps]
         races = np.stack([g.random((tasks, len(counts))) for g in generators])
         if self.weights is not None:
-            races = _weighted(races, checked_weights(self.weights, len(counts)), num_ways)
+            races = arrival_times(races, checked_weights(self.weights, len(counts)), num_ways)
         chosen = np.argsort(races, axis=-1, kind="stable")[..., :num_ways].reshape(-1)
         labels = np.argsort(np.stack([g.random((tasks, num_ways)) for g in generators]), axis=-1, kind="stable")
         uniforms = np.stack([g.random((tasks * num_ways, 2 * width)) for g in generators]).reshape(-1, 2 * width)
@@ -235,7 +220,7 @@ class ClassBuffer:
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
-        return self.store.gather_draw(draw)
+        return self.store.take(draw.support, draw.support_y), self.store.take(draw.query, draw.query_y)
 
     def mark(self) -> tuple[Any, ...]:
         """The current position in this round, for `rollback`."""
@@ -361,11 +346,3 @@ def _integers(values: Any, where: str) -> list[int]:
     if array.ndim != 1 or array.dtype.kind not in "iu" or (array.dtype == np.uint64 and (array >= 2**63).any()):
         raise ValueError(f"{where} must be a list of integers, got {values!r}")
     return array.tolist()
-
-
-def _weighted(uniform: np.ndarray, weights: np.ndarray, needed: int) -> np.ndarray:
-    """Exponential arrival times with rates `weights`: the earliest ones are a weighted draw without replacement."""
-    if (weights > 0).sum() < needed:
-        raise ValueError(f"the weights leave {(weights > 0).sum()} classes to draw from; a task needs {needed}")
-    with np.errstate(divide="ignore"):
-        return np.where(weights > 0, -np.log1p(-uniform) / weights, np.inf)

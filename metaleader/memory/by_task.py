@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from metaleader.memory.entries import Entries, starts_of
-from metaleader.memory.entry import Entry
-from metaleader.memory.fields import flags, integer, integers, mapping, text_or_none, texts
+from metaleader.memory.entries import Entries, Entry, index_of
 from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_weights, choose, distinct, split
-from metaleader.tasks import Batch, num_rows, rng
+from metaleader.memory.saved import entries_from_tree, entries_tree
+from metaleader.tasks import Batch, rng
 
 # The storage is regrouped when this fraction of its rows belongs to no task.
 _MAX_HOLES = 0.25
@@ -47,37 +45,7 @@ class TaskBuffer:
         self._entries = Entries()
         self._base = 0
 
-    def __len__(self) -> int:
-        """The number of tasks kept, each with at least one datapoint."""
-        return len(self._entries)
-
-    @property
-    def seen(self) -> int:
-        """The number of tasks so far."""
-        return self._entries.seen
-
-    @property
-    def num_datapoints(self) -> int:
-        """The number of datapoints kept."""
-        return self.store.length - self._entries.holes
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the tasks kept."""
-        return [entry.name for entry in self._entries.all()]
-
-    @property
-    def numbers(self) -> list[int]:
-        """The number of tasks seen before each task kept."""
-        return [entry.number for entry in self._entries.all()]
-
-    def counts(self) -> np.ndarray:
-        """The number of datapoints of each task."""
-        return np.array([entry.count for entry in self._entries.all()], dtype=np.int64)
-
-    def sizes(self) -> dict[str, int]:
-        """The number of datapoints by name, over all rounds of a name."""
-        return {name: sum(entry.count for entry in entries) for name, entries in self._entries.by_name.items()}
+    # One round: begin, append, draw.
 
     def size(self, name: str) -> int:
         """The number of datapoints of a name; 0 if it has none."""
@@ -93,7 +61,7 @@ class TaskBuffer:
             raise ValueError(f"task {name!r} has classes, and images are kept by class: leave max_tasks at None")
         if classes is not None:
             raise ValueError(f"task {name!r} has classes, earlier tasks have none; use a new learner")
-        excess = self._excess(self._entries.all(), len(self))
+        excess = [] if self.max_tasks is None else self._excess(self._entries.all(), len(self))
         self._entries.begin(name)
         for entry in excess:
             self._entries.drop(entry)
@@ -101,35 +69,109 @@ class TaskBuffer:
 
     def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None, task: str | None = None) -> None:
         """Store datapoints of the open task, or of the task with a name, whether or not it is new."""
-        entries, excess = self._entries, []
         if ids is not None:
             raise ValueError("observe: ids belong to n-way tasks; open the task with begin(name, classes=[...])")
-        if task is None and entries.round is None and entries.open is None:
+        if task is not None:
+            self._append_named(batch, task)
+            return
+        if self._entries.round is None and self._entries.open is None:
             raise ValueError("observe before begin: call begin(name) to open a task first, or pass task=name")
-        if task is not None and self.max_tasks == 1 and (entries.round is not None or entries.open is not None):
-            raise ValueError("max_tasks=1 keeps the open round alone: do not use begin together with observe(task=)")
-        if task is not None and not entries.closed(task):
-            excess = self._excess(entries.all(with_round=False), len(self) + int(entries.open is not None))
-        first = self.store.length
-        self.store.append(batch)
-        for entry in excess:
-            entries.drop(entry)
-        if task is None:
-            entries.add_to_round(first, num_rows(batch))
-        else:
-            entries.add(task, first, num_rows(batch))
+        self._entries.add_to_round(self.store.append(batch))
 
     def current(self) -> Batch | None:
         """D_t: all datapoints of the open task, None before the first."""
-        return None if self._entries.round is None else self._take([self._entries.round])
+        return None if self._entries.round is None else self.store.take(index_of([self._entries.round]))
 
     def current_classes(self) -> None:
         """None: the tasks have no classes."""
 
-    @property
-    def num_new(self) -> int:
-        """The size of D_t."""
-        return 0 if self._entries.round is None else self._entries.round.count
+    def draw(
+        self,
+        seed: int,
+        steps: Sequence[int],
+        tasks: int,
+        support: int,
+        query: int,
+        which: Which = "all",
+        without: Collection[str] = (),
+    ) -> Draw | None:
+        """Draw meta-batches for some steps, with tasks drawn with replacement from nu^t; see `Memory.draw`."""
+        width = support + query
+        chosen, uniforms = self._chosen(seed, steps, tasks, width, which, without)
+        if not chosen:
+            return None
+        # Only the chosen tasks are read, so that the cost does not grow with the number of tasks.
+        counts = np.array([entry.count for entry in chosen], dtype=np.int64)
+        index = split(distinct(uniforms, counts, width), counts, support, query)
+        picked = np.array([entry.start for entry in chosen], dtype=np.int64)[:, None] + index
+        for i, entry in enumerate(chosen):
+            if entry.scattered is not None:
+                picked[i] = entry.scattered[index[i]]
+        rows = torch.from_numpy(picked.reshape(len(steps), tasks, width)).to(self.device)
+        return Draw(rows[..., :support], rows[..., support:])
+
+    def names_drawn(
+        self, seed: int, steps: Sequence[int], tasks: int, width: int, which: Which, without: Collection[str]
+    ) -> list[str | None]:
+        """The names of the tasks that `draw` draws, step by step, for support and query of this width.
+
+        None stands for the open round.
+        """
+        chosen, _ = self._chosen(seed, steps, tasks, width, which, without)
+        return [None if entry is self._entries.round else entry.name for entry in chosen]
+
+    def _chosen(
+        self, seed: int, steps: Sequence[int], tasks: int, width: int, which: Which, without: Collection[str]
+    ) -> tuple[list[Entry], np.ndarray]:
+        """The tasks drawn, one for each of (steps x tasks), and uniform numbers for the draws of their datapoints.
+
+        There are none if there is nothing to draw from.
+        """
+        uniforms = np.stack([rng("draw", seed, step).random((tasks, 1 + 2 * width)) for step in steps])
+        uniforms = uniforms.reshape(-1, 1 + 2 * width)
+        drawn = [] if which == "current" else self._entries.drawn
+        if without:
+            drawn = [entry for entry in drawn if entry.name not in without]
+        last = [] if which == "past" or self._entries.round is None else [self._entries.round]
+        num = len(drawn) + len(last)
+        if num == 0:
+            return [], uniforms
+        weights = None if self.weights is None or which == "current" else self._weights([*drawn, *last], which)
+        numbers = choose(uniforms[:, 0], num, weights).tolist()
+        return [drawn[i] if i < len(drawn) else last[0] for i in numbers], uniforms[:, 1:]
+
+    def gather(self, draw: Draw) -> tuple[Batch, Batch]:
+        """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
+        return self.store.take(draw.support), self.store.take(draw.query)
+
+    def mark(self) -> tuple[Any, ...]:
+        """Make all changes so far permanent, and return this point for `rollback`."""
+        self._regroup()
+        self._entries.mark()
+        self._base = self.store.length
+        return self.num_datapoints, len(self), self.seen, self._entries.open
+
+    def rollback(self, mark: tuple[Any, ...]) -> None:
+        """Undo all changes since the latest mark, which is the argument."""
+        self._entries.rollback()
+        self.store.cut(self._base)
+
+    # Tasks by name.
+
+    def _append_named(self, batch: Batch, name: str) -> None:
+        entries, excess = self._entries, []
+        if self.max_tasks == 1 and (entries.round is not None or entries.open is not None):
+            raise ValueError("max_tasks=1 keeps the open round alone: do not use begin together with observe(task=)")
+        if self.max_tasks is not None and not entries.closed(name):
+            excess = self._excess(entries.all(with_round=False), len(self) + int(entries.open is not None))
+        rows = self.store.append(batch)
+        for entry in excess:
+            entries.drop(entry)
+        entries.add(name, rows)
+
+    def sizes(self) -> dict[str, int]:
+        """The number of datapoints by name, over all rounds of a name."""
+        return {name: sum(entry.count for entry in entries) for name, entries in self._entries.by_name.items()}
 
     def named(self, name: str) -> Batch | None:
         """All datapoints of the tasks with a name, round by round; None for an open task without data.
@@ -139,7 +181,7 @@ class TaskBuffer:
         """
         entries = self._entries.named(name)
         if entries:
-            return self._take(entries)
+            return self.store.take(index_of(entries))
         if name == self._entries.open:
             return None
         raise self._unknown(name)
@@ -152,7 +194,7 @@ class TaskBuffer:
                 raise self._unknown(name)
         index = np.concatenate([entry.rows() for found in entries for entry in found])
         sizes = [sum(entry.count for entry in found) for found in entries]
-        return self.store.take(torch.from_numpy(index).to(self.device)), np.array(sizes, dtype=np.int64)
+        return self.store.take(index), np.array(sizes, dtype=np.int64)
 
     def latest(self, num: int) -> Batch | None:
         """The last datapoints, task by task."""
@@ -162,70 +204,7 @@ class TaskBuffer:
                 break
             index.insert(0, entry.rows()[-num:])
             num -= entry.count
-        return self.store.take(torch.from_numpy(np.concatenate(index)).to(self.device)) if index else None
-
-    def draw(
-        self,
-        seed: int,
-        steps: Sequence[int],
-        tasks: int,
-        support: int,
-        query: int,
-        which: Which = "all",
-        without: Collection[str] = (),
-    ) -> Draw | None:
-        """Draw meta-batches for some steps; a step's draw depends on (seed, step) and the buffer alone.
-
-        Args:
-            seed: of the learner.
-            steps: the numbers of the meta-updates to draw for.
-            tasks: the number of tasks per step, drawn with replacement from nu^t.
-            support: datapoints in a task's support set; may be 0.
-            query: datapoints in a task's query set.
-            which: all tasks, those other than the open round, or the open round only.
-            without: names to leave out, as if they were set aside.
-
-        Returns:
-            Row numbers on the buffer's device, or None if there is nothing to draw from.
-        """
-        width = support + query
-        uniforms = np.stack([rng("draw", seed, step).random((tasks, 1 + 2 * width)) for step in steps])
-        uniforms = uniforms.reshape(-1, 1 + 2 * width)
-        chosen = self._choose(uniforms[:, 0], which, without)
-        if not chosen:
-            return None
-        counts = np.array([entry.count for entry in chosen], dtype=np.int64)
-        index = split(distinct(uniforms[:, 1:], counts, width), counts, support, query)
-        picked = np.array([entry.start for entry in chosen], dtype=np.int64)[:, None] + index
-        for i, entry in enumerate(chosen):
-            if not entry.is_contiguous:
-                picked[i] = entry.at(index[i])
-        rows = torch.from_numpy(picked.reshape(len(steps), tasks, width))
-        return Draw(rows[..., :support], rows[..., support:]).to(self.device)
-
-    def names_drawn(
-        self, seed: int, steps: Sequence[int], tasks: int, width: int, which: Which, without: Collection[str]
-    ) -> list[str | None]:
-        """The names of the tasks that `draw` draws, step by step, for support and query of this width.
-
-        None stands for the open round.
-        """
-        uniforms = np.stack([rng("draw", seed, step).random((tasks, 1 + 2 * width))[:, 0] for step in steps])
-        chosen = self._choose(uniforms.reshape(-1), which, without)
-        return [None if entry is self._entries.round else entry.name for entry in chosen]
-
-    def _choose(self, uniform: np.ndarray, which: Which, without: Collection[str]) -> list[Entry]:
-        """Choose entries by weight, from uniform numbers; none if there is none."""
-        drawn = [] if which == "current" else self._entries.drawn
-        if without:
-            drawn = [entry for entry in drawn if entry.name not in without]
-        last = [] if which == "past" or self._entries.round is None else [self._entries.round]
-        num = len(drawn) + len(last)
-        if num == 0:
-            return []
-        weights = None if self.weights is None or which == "current" else self._weights([*drawn, *last], which)
-        # Only the chosen tasks are read, so that the cost does not grow with the number of tasks.
-        return [drawn[i] if i < len(drawn) else last[0] for i in choose(uniform, num, weights).tolist()]
+        return self.store.take(np.concatenate(index)) if index else None
 
     @property
     def aside(self) -> dict[str, str]:
@@ -244,10 +223,6 @@ class TaskBuffer:
             raise ValueError(f"task {reprlib.repr(name)} is not set aside; {len(self._entries.aside)} tasks are")
         self._entries.readmit(name)
 
-    def gather(self, draw: Draw) -> tuple[Batch, Batch]:
-        """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
-        return self.store.gather_draw(draw)
-
     def forget(self, name: str) -> None:
         """Delete all data of a name for good; an open round of that name stays open, without data."""
         if name not in self._entries.by_name:
@@ -256,110 +231,80 @@ class TaskBuffer:
         self._entries.mark()
         self._regroup()
 
-    def mark(self) -> tuple[Any, ...]:
-        """Make all changes so far permanent, and return this point for `rollback`."""
-        self._regroup()
-        self._entries.mark()
-        self._base = self.store.length
-        return self.num_datapoints, len(self), self.seen, self._entries.open
+    def _unknown(self, name: str) -> ValueError:
+        dropped = self.seen - len(self) - self._entries.removed
+        note = f"; {dropped} tasks were dropped by max_tasks={self.max_tasks}" if dropped else ""
+        return self._entries.unknown(name, note)
 
-    def rollback(self, mark: tuple[Any, ...]) -> None:
-        """Undo all changes since the latest mark, which is the argument."""
-        self._entries.rollback()
-        self.store.cut(self._base)
+    # Counts.
+
+    def __len__(self) -> int:
+        """The number of tasks kept, each with at least one datapoint."""
+        return len(self._entries)
+
+    @property
+    def seen(self) -> int:
+        """The number of tasks so far."""
+        return self._entries.seen
+
+    @property
+    def num_datapoints(self) -> int:
+        """The number of datapoints kept."""
+        return self.store.length - self._entries.holes
+
+    @property
+    def num_new(self) -> int:
+        """The size of D_t."""
+        return 0 if self._entries.round is None else self._entries.round.count
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tasks kept."""
+        return [entry.name for entry in self._entries.all()]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number of tasks seen before each task kept."""
+        return [entry.number for entry in self._entries.all()]
+
+    def counts(self) -> np.ndarray:
+        """The number of datapoints of each task."""
+        return np.array([entry.count for entry in self._entries.all()], dtype=np.int64)
+
+    # State.
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:
         """Everything stored, task by task; without data only the bookkeeping, for streams that rebuild it."""
-        entries, kept = self._entries, self._entries.all()
-        numbers = [entry.number for entry in kept]
-        state = {"kind": self.kind, "names": self.names, "starts": starts_of(kept)[:-1], "open": entries.open}
-        if entries.seen > len(kept) or numbers != list(range(len(kept))):
-            state |= {"numbers": numbers, "seen": entries.seen}
-        if entries.aside or entries.removed or any(entry.merged for entry in kept):
-            state["by_name"] = {
-                "round": entries.round is not None,
-                "merged": torch.tensor([entry.merged for entry in kept], dtype=torch.bool),
-                # Ranks: a state of rounds alone, which has none, restores these too.
-                "touched": torch.tensor([entry.touched for entry in kept], dtype=torch.int64).argsort().argsort(),
-                "aside": [list(pair) for pair in entries.aside.items()],
-                "removed": entries.removed,
-            }
-        return state | self.store.state_dict(data, self._index(kept))
+        tree = {"kind": self.kind} | entries_tree(self._entries)
+        return tree | self.store.state_dict(data, index_of(self._entries.all()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; if it has no data, the stored data must be that of the state."""
-        names, starts, length = texts(state, "names"), integers(state, "starts"), integer(state, "length")
-        counts = np.diff(np.array([*starts, length], dtype=np.int64)).tolist()
-        # A state lists them only if tasks were dropped or come in another order.
-        seen = integer(state, "seen") if "seen" in state else len(names)
-        numbers = integers(state, "numbers", high=seen - 1) if "numbers" in state else list(range(len(names)))
-        more = mapping(state, "by_name") if "by_name" in state else {}
-        merged = flags(more, "merged") if more else [False] * len(names)
-        touched = integers(more, "touched") if more else list(range(len(names)))
-        is_open, aside = text_or_none(state, "open"), more.get("aside", [])
-        if more and type(more["round"]) is not bool:
-            raise ValueError(f"the state is damaged: its round must be true or false, not {more['round']!r}")
-        if any(type(pair) is not list or list(map(type, pair)) != [str, str] for pair in aside):
-            raise ValueError("the state is damaged: its aside must be pairs of strings")
-        if len(set(numbers)) < len(numbers) or seen < len(names):
-            raise ValueError(f"the state is damaged: {len(names)} tasks are not numbered apart among {seen} seen")
-        fields = (names, starts, numbers, merged, touched, counts)
-        if len({len(values) for values in fields}) > 1 or any(c < 1 for c in counts) or starts[:1] not in ([], [0]):
-            raise ValueError(f"the state lists {len(names)} tasks whose rows do not fit its {length} datapoints")
+        entries, store = entries_from_tree(state, self._entries), self.store
         if "data" in state:
             store = Rows(self.device)
             store.load_state_dict(state)
-            kept = [Entry(*values) for values in zip(names, numbers, merged, starts, counts, strict=True)]
-        else:
-            store = self.store
-            present = self._present(dict(zip(numbers, counts, strict=True)), length)
-            kept = [present[n].copy(name, is_merged) for n, name, is_merged in zip(numbers, names, merged, strict=True)]
-        for entry, last in zip(kept, touched, strict=True):
-            entry.touched = last
-        has_round = bool(kept) and (more["round"] if more else is_open is None)
-        entries = Entries(kept, has_round, dict(aside))
-        entries.seen, entries.open = seen, is_open
-        entries.removed = integer(more, "removed", high=seen) if more else 0
-        entries.holes = store.length - length
         self.store, self._entries, self._base = store, entries, store.length
 
-    def _present(self, counts: Mapping[int, int], length: int) -> dict[int, Entry]:
-        """The entries present, by number, if they have these numbers and sizes."""
-        if length != self.num_datapoints:
-            raise ValueError(
-                f"the state was saved without its data of {length} datapoints, but {self.num_datapoints} are present;"
-                " observe the same data (update=False) before loading"
-            )
-        present = {entry.number: entry for entry in self._entries.all()}
-        if counts != {number: entry.count for number, entry in present.items()}:
-            raise ValueError(
-                f"the state was saved without its data, of tasks {reprlib.repr(sorted(counts))}, but tasks"
-                f" {reprlib.repr(sorted(present))} are present, or their sizes differ; observe the same data"
-                " (update=False) before loading"
-            )
-        return present
+    # A bounded number of tasks.
 
-    def _take(self, entries: Sequence[Entry]) -> Batch:
-        """The datapoints of some entries."""
-        batches = [self.store.take(self._index([entry], entry.start)) for entry in entries]
-        return tree_map(lambda *leaves: torch.cat(leaves), *batches) if len(batches) > 1 else batches[0]
-
-    def _index(self, entries: Sequence[Entry], start: int = 0) -> slice | Tensor:
-        """The rows of entries, one entry after the other: a slice if they lie so from `start` on."""
-        ends = [start + end for end in starts_of(entries)]
-        if all(entry.is_contiguous and entry.start == end for entry, end in zip(entries, ends, strict=False)):
-            return slice(start, ends[-1])
-        return torch.from_numpy(np.concatenate([entry.rows() for entry in entries])).to(self.device)
+    def _excess(self, entries: Sequence[Entry], num: int) -> list[Entry]:
+        """The entries to drop so that one more can be kept beside `num`."""
+        excess = 0 if self.max_tasks is None else num + 1 - self.max_tasks
+        if excess <= 0:
+            return []
+        weights = self._weights(entries, "all")
+        if weights is None:
+            return sorted(entries, key=lambda entry: entry.touched)[:excess]
+        return [entries[i] for i in np.argsort(weights, kind="stable")[:excess]]
 
     def _regroup(self) -> None:
         """Copy the rows in use to a new storage if many are not; batches taken from the old one stay valid."""
-        before, kept = self._entries, self._entries.all()
+        before = self._entries
         if before.holes == 0 or before.holes < _MAX_HOLES * self.store.length:
             return
-        store = self.store.copy_of(self._index(kept)) if kept else Rows(self.device)
-        moved = [entry.placed(start) for entry, start in zip(kept, starts_of(kept), strict=False)]
-        entries = Entries(moved, before.round is not None, before.aside)
-        entries.seen, entries.open, entries.removed = before.seen, before.open, before.removed
+        kept = before.all()
+        store, entries = self.store.copy_of(index_of(kept)) if kept else Rows(self.device), before.compacted()
         # One statement: an interrupt comes before or after it.
         self.store, self._entries, self._base = store, entries, store.length
 
@@ -372,18 +317,3 @@ class TaskBuffer:
         without = which == "past" and latest is not None and latest.number == seen - 1
         weights = checked_weights(self.weights, seen - int(without))[[entry.number for entry in entries]]
         return weights if weights.sum() > 0 else None
-
-    def _excess(self, entries: Sequence[Entry], num: int) -> list[Entry]:
-        """The entries to drop so that one more can be kept beside `num`."""
-        excess = 0 if self.max_tasks is None else num + 1 - self.max_tasks
-        if excess <= 0:
-            return []
-        weights = self._weights(entries, "all")
-        if weights is None:
-            return sorted(entries, key=lambda entry: entry.touched)[:excess]
-        return [entries[i] for i in np.argsort(weights, kind="stable")[:excess]]
-
-    def _unknown(self, name: str) -> ValueError:
-        dropped = self.seen - len(self) - self._entries.removed
-        note = f"; {dropped} tasks were dropped by max_tasks={self.max_tasks}" if dropped else ""
-        return self._entries.unknown(name, note)

@@ -1,4 +1,4 @@
-"""The tasks in memory: which rows each has, which of them are drawn, and how a change is undone.
+"""The tasks in memory: which rows of the storage they have, which of them are drawn, and how a change is undone.
 
 A round of `begin` is one entry. Data stored under a name is one entry per name, whatever arrives in between; it
 includes the closed rounds of that name, and is drawn from its second datapoint on.
@@ -13,7 +13,61 @@ from typing import Any
 
 import numpy as np
 
-from metaleader.memory.entry import Entry
+
+class Entry:
+    """The rows of one task, in order of arrival; they need not be contiguous.
+
+    Attributes:
+        name: of the task.
+        number: the number of tasks seen before it.
+        merged: whether data of any round may be added (`observe(task=)`), or it is a round of `begin`.
+        start: the first row.
+        count: the number of datapoints.
+        scattered: the row numbers, with spare capacity; None while they are start, start + 1, ...
+        touched: when the last datapoint arrived, in calls of `TaskBuffer.append`.
+    """
+
+    __slots__ = ("count", "merged", "name", "number", "scattered", "start", "touched")
+
+    def __init__(self, name: str, number: int, merged: bool, start: int = 0, count: int = 0) -> None:
+        self.name, self.number, self.merged = name, number, merged
+        self.start, self.count, self.touched = start, count, 0
+        self.scattered: np.ndarray | None = None
+
+    def rows(self) -> np.ndarray:
+        """The row numbers, (count,)."""
+        if self.scattered is None:
+            return np.arange(self.start, self.start + self.count)
+        return self.scattered[: self.count]
+
+    def add(self, rows: range) -> None:
+        """Add rows that follow each other."""
+        if self.count == 0:
+            self.start, self.scattered = rows.start, None
+        elif self.scattered is not None or rows.start != self.start + self.count:
+            self._extend(np.asarray(rows))
+        self.count += len(rows)
+
+    def absorb(self, other: Entry) -> Callable[[], None]:
+        """Add the rows of another entry; returns a function that undoes it."""
+        count = self.count
+        self._extend(other.rows())
+        self.count += other.count
+        return lambda: setattr(self, "count", count)
+
+    def copy(self, name: str, merged: bool) -> Entry:
+        """A copy with another name and kind, that does not change with this one."""
+        copied = Entry(name, self.number, merged, self.start, self.count)
+        copied.touched, copied.scattered = self.touched, None if self.scattered is None else self.scattered.copy()
+        return copied
+
+    def _extend(self, rows: np.ndarray) -> None:
+        total = self.count + len(rows)
+        if self.scattered is None or total > len(self.scattered):
+            larger = np.empty(total * 5 // 4, dtype=np.int64)
+            larger[: self.count] = self.rows()
+            self.scattered = larger
+        self.scattered[self.count : total] = rows
 
 
 class Entries:
@@ -73,6 +127,16 @@ class Entries:
         more = f" and {len(self.by_name) - 10} more" if len(self.by_name) > 10 else ""
         return ValueError(f"no data of task {reprlib.repr(name)}; tasks with data: {listed or 'none yet'}{more}{note}")
 
+    def compacted(self) -> Entries:
+        """The same tasks, with their rows one after the other from 0 on."""
+        kept, moved = self.all(), []
+        for entry, start in zip(kept, starts_of(kept), strict=False):
+            moved.append(Entry(entry.name, entry.number, entry.merged, start, entry.count))
+            moved[-1].touched = entry.touched
+        entries = Entries(moved, self.round is not None, self.aside)
+        entries.seen, entries.open, entries.removed = self.seen, self.open, self.removed
+        return entries
+
     # Changes: each records how it is undone.
 
     def mark(self) -> None:
@@ -93,20 +157,20 @@ class Entries:
             self._enter(closed)
         self.open = name
 
-    def add_to_round(self, first: int, num: int) -> None:
+    def add_to_round(self, rows: range) -> None:
         """Add rows to the open round."""
         self._record()
         if self.round is None:
             self.round, self.open = self._new(str(self.open), merged=False), None
-        self._add(self.round, first, num)
+        self._add(self.round, rows)
 
-    def add(self, name: str, first: int, num: int) -> None:
+    def add(self, name: str, rows: range) -> None:
         """Add rows to the one entry of a name; the open round is left as it is."""
         self._record()
         entries = self.closed(name)
         if not entries:
             entry = self._new(name, merged=True)
-            self._add(entry, first, num)
+            self._add(entry, rows)
             self._enter(entry)
             return
         entry, *others = entries
@@ -117,7 +181,7 @@ class Entries:
             self._undo.append(entry.absorb(other))
             self.drop(other, holes=0)
             self.removed += 1
-        self._add(entry, first, num)
+        self._add(entry, rows)
         if self._is_drawn(entry) != was_drawn:
             self._leave(entry)
             self._enter(entry)
@@ -168,10 +232,10 @@ class Entries:
         for entry in closed:
             self._enter(entry)
 
-    def _add(self, entry: Entry, first: int, num: int) -> None:
+    def _add(self, entry: Entry, rows: range) -> None:
         count, touched = entry.count, entry.touched
         self._undo.append(lambda: (setattr(entry, "count", count), setattr(entry, "touched", touched)))
-        entry.add(first, num)
+        entry.add(rows)
         entry.touched, self.clock = self.clock, self.clock + 1
 
     def _new(self, name: str, merged: bool) -> Entry:
@@ -214,3 +278,14 @@ class Entries:
 def starts_of(entries: Sequence[Entry]) -> list[int]:
     """The first row of each entry if they lie one after the other, and the end of the last."""
     return np.cumsum([0, *(entry.count for entry in entries)]).tolist()
+
+
+def index_of(entries: Sequence[Entry]) -> slice | np.ndarray:
+    """The rows of entries, one entry after the other: a slice if they are contiguous."""
+    first = entries[0].start if entries else 0
+    end = first
+    for entry in entries:
+        if entry.scattered is not None or entry.start != end:
+            return np.concatenate([entry.rows() for entry in entries])
+        end += entry.count
+    return slice(first, end)

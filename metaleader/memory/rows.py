@@ -11,8 +11,8 @@ both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from metaleader.tasks import Batch, check_alike, check_batch, num_rows, rows, sh
 # nu^t: the weights of tasks 0 .. t-1, given t
 Weights = Callable[[int], np.ndarray]
 Which = Literal["all", "past", "current"]
+# Row numbers; those of a draw have a step and a task dimension
+Index = slice | np.ndarray | Tensor
 
 
 def recency(half_life: float) -> Weights:
@@ -82,111 +84,6 @@ class Draw(NamedTuple):
         return Draw(*(None if index is None else index[step] for index in self))  # pyright: ignore[reportArgumentType]
 
 
-class Memory(Protocol):
-    """All data observed, as a learner sees it: `TaskBuffer`, or `ClassBuffer` for n-way tasks.
-
-    Attributes:
-        kind: names the form of `state_dict`.
-        store: the datapoints.
-    """
-
-    kind: str
-    store: Rows
-
-    def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
-        """Open a new task; D_t is empty."""
-        ...
-
-    def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None, task: str | None = None) -> None:
-        """Store datapoints of the open task, or of the task with a name."""
-        ...
-
-    def current(self) -> Batch | None:
-        """D_t, or None before its first datapoint."""
-        ...
-
-    def current_classes(self) -> Tensor | None:
-        """The global class behind each label of the open task; None without classes."""
-        ...
-
-    def named(self, name: str) -> Batch | None:
-        """All datapoints observed under a name."""
-        ...
-
-    def of_names(self, names: Sequence[str]) -> tuple[Batch, np.ndarray]:
-        """All datapoints of some names, one name after the other, and the number of each."""
-        ...
-
-    def sizes(self) -> dict[str, int]:
-        """The number of datapoints by name."""
-        ...
-
-    def forget(self, name: str) -> None:
-        """Delete all data of a name for good."""
-        ...
-
-    def latest(self, num: int) -> Batch | None:
-        """A few of the latest datapoints, with valid labels."""
-        ...
-
-    @property
-    def num_new(self) -> int:
-        """The number of datapoints of D_t that no earlier task had."""
-        ...
-
-    def draw(
-        self,
-        seed: int,
-        steps: Sequence[int],
-        tasks: int,
-        support: int,
-        query: int,
-        which: Which = "all",
-        without: Collection[str] = (),
-    ) -> Draw | None:
-        """Draw meta-batches for some steps."""
-        ...
-
-    def names_drawn(
-        self, seed: int, steps: Sequence[int], tasks: int, width: int, which: Which, without: Collection[str]
-    ) -> list[str | None]:
-        """The names of the tasks that `draw` draws; None stands for the open round."""
-        ...
-
-    @property
-    def aside(self) -> dict[str, str]:
-        """The names that are not drawn, with the reason."""
-        ...
-
-    def set_aside(self, name: str, reason: str) -> None:
-        """Keep the data of a name, and draw it no more."""
-        ...
-
-    def readmit(self, name: str) -> None:
-        """Draw a name again that was set aside."""
-        ...
-
-    def gather(self, draw: Draw) -> tuple[Batch, Batch]:
-        """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
-        ...
-
-    def mark(self) -> tuple[Any, ...]:
-        """A point to return to with `rollback`."""
-        ...
-
-    def rollback(self, mark: tuple[Any, ...]) -> None:
-        """Remove the datapoints appended after a mark."""
-        ...
-
-    def state_dict(self, data: bool = True) -> dict[str, Any]:
-        """Everything stored; with `data=False` only the bookkeeping."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state."""
-        ...
-
-
 class Rows:
     """Growing storage of datapoints: one tensor per leaf, rows in the order of arrival."""
 
@@ -195,8 +92,8 @@ class Rows:
         self.length = 0
         self.data: Batch | None = None
 
-    def append(self, batch: Batch) -> None:
-        """Add rows at the end."""
+    def append(self, batch: Batch) -> range:
+        """Add rows at the end; returns their numbers."""
         batch = tree_map(lambda leaf: leaf.to(self.device), batch)
         num = num_rows(batch)
         if self.data is None:
@@ -209,6 +106,7 @@ class Rows:
                 self.data = tree_map(lambda leaf: _grown(leaf, self.length, capacity), self.data)
             tree_map(lambda leaf, new: leaf[self.length : self.length + num].copy_(new), self.data, batch)
         self.length += num
+        return range(self.length - num, self.length)
 
     def cut(self, length: int) -> None:
         """Remove the rows from `length` on."""
@@ -216,36 +114,28 @@ class Rows:
         if length == 0:  # the next rows may have any shape
             self.data = None
 
-    def copy_of(self, index: slice | Tensor) -> Rows:
+    def copy_of(self, index: Index) -> Rows:
         """A copy of the rows at an index; batches taken from this storage stay valid."""
         copied = Rows(self.device)
-        copied.data = tree_map(lambda leaf: leaf[index].clone(), self.data)
+        copied.data = tree_map(torch.clone, self.take(index))
         copied.length = num_rows(copied.data)
         return copied
 
-    def take(self, index: slice | Tensor) -> Batch:
-        """The rows at an index of a storage that is not empty."""
+    def take(self, index: Index, y: Tensor | None = None) -> Batch:
+        """The rows at an index of a storage that is not empty, with the given targets in place of the stored ones."""
         assert self.data is not None
-        return tree_map(lambda leaf: leaf[index], self.data)
+        at = torch.from_numpy(index).to(self.device) if isinstance(index, np.ndarray) else index
+        if y is not None:
+            return Batch(rows(self.data.x, at), y)
+        return rows(self.data, at)
 
-    def gather(self, index: Tensor, y: Tensor | None) -> Batch:
-        """The rows at an index, with the given targets instead of the stored ones."""
-        assert self.data is not None
-        data = self.data if y is None else self.data.x
-        gathered = tree_map(lambda leaf: leaf[index], data)
-        return gathered if y is None else Batch(gathered, y)
-
-    def gather_draw(self, draw: Draw) -> tuple[Batch, Batch]:
-        """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
-        return self.gather(draw.support, draw.support_y), self.gather(draw.query, draw.query_y)
-
-    def state_dict(self, data: bool, index: slice | Tensor | None = None) -> dict[str, Any]:
+    def state_dict(self, data: bool, index: Index | None = None) -> dict[str, Any]:
         """The rows at an index, by default all; with `data=False` only their number."""
         index = slice(0, self.length) if index is None else index
         length = len(range(*index.indices(self.length))) if isinstance(index, slice) else len(index)
         state: dict[str, Any] = {"length": length}
         if data:
-            kept = None if self.data is None else rows(self.data, index)
+            kept = None if self.data is None else self.take(index)
             state["data"] = None if kept is None else {"x": kept.x, "y": kept.y}
         return state
 
@@ -288,6 +178,14 @@ def choose(uniform: np.ndarray, num: int, weights: np.ndarray | None) -> np.ndar
         return np.minimum((uniform * num).astype(np.int64), num - 1)
     cumulative = np.cumsum(weights)
     return np.minimum(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"), num - 1)
+
+
+def arrival_times(uniform: np.ndarray, weights: np.ndarray, needed: int) -> np.ndarray:
+    """Exponential arrival times with rates `weights`: the earliest ones are a weighted draw without replacement."""
+    if (weights > 0).sum() < needed:
+        raise ValueError(f"the weights leave {(weights > 0).sum()} classes to draw from; a task needs {needed}")
+    with np.errstate(divide="ignore"):
+        return np.where(weights > 0, -np.log1p(-uniform) / weights, np.inf)
 
 
 def distinct(uniform: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:

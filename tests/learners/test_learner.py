@@ -15,7 +15,7 @@ from torch.func import functional_call
 import metaleader as ml
 from metaleader.checks.trees import differences, snapshot
 from metaleader.learners.outer import Outer
-from metaleader.memory.entry import Entry
+from metaleader.memory.entries import Entry
 from metaleader.tasks import rng
 
 Params = dict[str, Tensor]

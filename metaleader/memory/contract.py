@@ -1,0 +1,130 @@
+"""The contract of a learner's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from metaleader.memory.rows import Draw, Rows, Which
+from metaleader.tasks import Batch
+
+
+class Memory(Protocol):
+    """All data observed, as a learner sees it: `TaskBuffer`, or `ClassBuffer` for n-way tasks.
+
+    Attributes:
+        kind: names the form of `state_dict`.
+        store: the datapoints.
+    """
+
+    kind: str
+    store: Rows
+
+    def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
+        """Open a new task; D_t is empty."""
+        ...
+
+    def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None, task: str | None = None) -> None:
+        """Store datapoints of the open task, or of the task with a name."""
+        ...
+
+    def current(self) -> Batch | None:
+        """D_t, or None before its first datapoint."""
+        ...
+
+    def current_classes(self) -> Tensor | None:
+        """The global class behind each label of the open task; None without classes."""
+        ...
+
+    def named(self, name: str) -> Batch | None:
+        """All datapoints observed under a name."""
+        ...
+
+    def of_names(self, names: Sequence[str]) -> tuple[Batch, np.ndarray]:
+        """All datapoints of some names, one name after the other, and the number of each."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """The number of datapoints by name."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """Delete all data of a name for good."""
+        ...
+
+    def latest(self, num: int) -> Batch | None:
+        """A few of the latest datapoints, with valid labels."""
+        ...
+
+    @property
+    def num_new(self) -> int:
+        """The number of datapoints of D_t that no earlier task had."""
+        ...
+
+    def draw(
+        self,
+        seed: int,
+        steps: Sequence[int],
+        tasks: int,
+        support: int,
+        query: int,
+        which: Which = "all",
+        without: Collection[str] = (),
+    ) -> Draw | None:
+        """Draw meta-batches for some steps; a step's draw depends on (seed, step) and the memory alone.
+
+        Args:
+            seed: of the learner.
+            steps: the numbers of the meta-updates to draw for.
+            tasks: the number of tasks per step.
+            support: datapoints in a task's support set; may be 0.
+            query: datapoints in a task's query set.
+            which: all tasks, those other than the open round, or the open round only.
+            without: names to leave out, as if they were set aside.
+
+        Returns:
+            Row numbers on the memory's device, or None if there is nothing to draw from.
+        """
+        ...
+
+    def names_drawn(
+        self, seed: int, steps: Sequence[int], tasks: int, width: int, which: Which, without: Collection[str]
+    ) -> list[str | None]:
+        """The names of the tasks that `draw` draws; None stands for the open round."""
+        ...
+
+    @property
+    def aside(self) -> dict[str, str]:
+        """The names that are not drawn, with the reason."""
+        ...
+
+    def set_aside(self, name: str, reason: str) -> None:
+        """Keep the data of a name, and draw it no more."""
+        ...
+
+    def readmit(self, name: str) -> None:
+        """Draw a name again that was set aside."""
+        ...
+
+    def gather(self, draw: Draw) -> tuple[Batch, Batch]:
+        """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
+        ...
+
+    def mark(self) -> tuple[Any, ...]:
+        """A point to return to with `rollback`."""
+        ...
+
+    def rollback(self, mark: tuple[Any, ...]) -> None:
+        """Remove the datapoints appended after a mark."""
+        ...
+
+    def state_dict(self, data: bool = True) -> dict[str, Any]:
+        """Everything stored; with `data=False` only the bookkeeping."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state."""
+        ...
