@@ -10,15 +10,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.gradient.selection import Params
 from metaleader.models import TaskLogits
+from metaleader.nets import norms
 from metaleader.nets.layers import BatchNorm, Conv2d, Linear, SeededDropout
 from metaleader.tasks import Batch, Tree, as_array
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CHANNEL_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+# Subclasses that take the place of torch's layers: only the class of a layer changes
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.LayerNorm: norms.LayerNorm,
+    nn.RMSNorm: norms.RMSNorm,
+    nn.GroupNorm: norms.GroupNorm,
+    nn.InstanceNorm1d: norms.InstanceNorm1d,
+    nn.InstanceNorm2d: norms.InstanceNorm2d,
+    nn.InstanceNorm3d: norms.InstanceNorm3d,
+}
+_ORIGINALS = {replacement: original for original, replacement in _CLASSES.items()} | {Linear: nn.Linear}
 
 
 def functional_copy(module: nn.Module, device: torch.device | str | None = None) -> nn.Module:
@@ -37,6 +49,8 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
             raise ValueError(f"layer {name!r} is lazy and has no shape yet; call the model on one batch first")
         if isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout):
             raise ValueError(f"layer {name!r} is {type(layer).__name__}, which cannot be replayed; use nn.Dropout")
+        if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+            raise ValueError(f"layer {name!r} keeps running statistics; build it with track_running_stats=False")
         if isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0:
             raise ValueError(f"layer {name!r}: set dropout=0 in MultiheadAttention and use nn.Dropout after it")
     if not any(True for _ in module.parameters()):
@@ -54,6 +68,8 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
             replaced[layer] = BatchNorm(layer)
         elif type(layer) is nn.Conv2d and Conv2d.replaces(layer):
             replaced[layer] = Conv2d(layer)
+        elif type(layer) in _CLASSES:
+            layer.__class__ = _CLASSES[type(layer)]  # pyright: ignore[reportAttributeAccessIssue]
         elif type(layer) is nn.Linear and device is not None and torch.device(device).type == "cuda":
             layer.__class__ = Linear
         elif isinstance(layer, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
@@ -97,8 +113,8 @@ def adapted_copy(
         raise ValueError(f"statistics must be 'task' or 'batch', got {statistics!r}")
     net = copy.deepcopy(module)
     for layer in net.modules():
-        if type(layer) is Linear:
-            layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+        if type(layer) in _ORIGINALS:
+            layer.__class__ = _ORIGINALS[type(layer)]
         elif isinstance(layer, TaskLogits) and classes is not None:
             layer.classes = classes
     for name, value in net.named_parameters():

@@ -16,13 +16,14 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.selection import Params
 from metaleader.losses import Loss, takes_labels
 from metaleader.models import TaskLogits
+from metaleader.nets import calls
 from metaleader.nets.convert import adapted_copy, functional_copy, tied_names
 from metaleader.nets.copies import Copies
 from metaleader.nets.layers import BatchNorm, SeededDropout
@@ -81,6 +82,7 @@ class Network:
     Attributes:
         num_classes: the number of global classes, for a module with `TaskLogits`; otherwise None.
         task_logits: the names of the `TaskLogits` layers.
+        own_code: whether the module runs code of the user's, in which calls of torch are replaced.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Network:
         self.task_logits = list(num_classes)
         self.num_classes = min(num_classes.values(), default=None)
         self._tied = tied_names(self.module)
+        self.own_code = calls.has_own_code(self.module)
         self._copies = Copies(self.module)
         self._feature_copies: Copies | None = None
         self._outputs: int | None = None
@@ -148,8 +151,7 @@ class Network:
                 state[f"{name}.seed"] = noise + i
         if classes is not None:
             state |= {f"{name}.classes": classes for name in self.task_logits}
-        # Not tie_weights: with a layer that is used twice, torch 2.13 leaves these tensors in the module.
-        return functional_call(module, state, (self.preprocess(x),), tie_weights=False)
+        return calls.call(module, state, self.preprocess(x), self.own_code)
 
     def last_linear(self) -> tuple[str, nn.Linear]:
         """The linear layer with the last parameter, and the prefix of its parameters' names.
@@ -180,7 +182,7 @@ class Network:
         with contextlib.nullcontext(copies.original) if compiling else copies.borrow() as module:
             names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
             state = {name: params[first] for name, first in self._tied.items() if name in names}
-            call = lambda x: functional_call(module, state, (self.preprocess(x),), tie_weights=False)  # noqa: E731
+            call = lambda x: calls.call(module, state, self.preprocess(x), self.own_code)  # noqa: E731
             if statistics_of is None or not self.has_batch_norm:
                 return call(x)
             with _keeping(module):

@@ -422,17 +422,9 @@ def test_a_pure_module_is_not_refused():
     network.check(network.params(), Batch(X.float(), Y), "observe")
 
 
-@pytest.mark.parametrize(
-    ("module", "why"),
-    [
-        (nn.Sequential(nn.Linear(3, 2), nn.RReLU()), "rrelu"),
-        (nn.Sequential(nn.Unflatten(1, (1, 3)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten(),
-                       nn.Linear(3, 2)), "in-place|buffer|running"),
-    ],
-)  # fmt: skip
-def test_layers_that_cannot_be_made_functional(module: nn.Module, why: str):
-    network = Network(module, losses.cross_entropy)
-    with pytest.raises(ValueError, match=f"Sequential cannot be run as a pure function .*({why})"):
+def test_a_layer_that_cannot_be_made_functional():
+    network = Network(nn.Sequential(nn.Linear(3, 2), nn.RReLU()), losses.cross_entropy)
+    with pytest.raises(ValueError, match=r"Sequential cannot be run as a pure function .*rrelu"):
         network.check(network.params(), Batch(X.float(), Y), "observe")
 
 

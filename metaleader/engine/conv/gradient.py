@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.func import grad, grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.engine.compiled import compile_whole, compiling
@@ -17,6 +17,7 @@ from metaleader.engine.objective import LOG_LR, Objective, learned_rates, withou
 from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.meta import adjoint, sum_over_chunks
 from metaleader.gradient.selection import Params, moving_names
+from metaleader.nets import calls
 from metaleader.tasks import Batch, ClassBatch
 
 # The size of the largest tensor that a chain works with on the CPU
@@ -250,7 +251,7 @@ class ChainGradient:
         images = output.view(-1, *self.plan.sizes[-1], output.shape[-1]).permute(0, 3, 1, 2).contiguous()
         network = self.chain.network
         state = head | {f"{name}.classes": target[1] for name in network.task_logits if len(target) > 1}
-        return network.mean_loss(functional_call(self.chain.head, state, (images,)), target[0])
+        return network.mean_loss(calls.call(self.chain.head, state, images, network.own_code), target[0])
 
     def _differentiate_head(self, output: Tensor, head: Params, target: Any) -> tuple[Tensor, Tensor, Params]:
         """Each task's loss, and its gradient with respect to the last convolution's output and the head."""
