@@ -65,3 +65,11 @@ def unsmoothed(loss: Loss) -> Loss:
 def takes_labels(loss: Loss) -> bool:
     """Return whether a loss is `cross_entropy`, possibly in a `functools.partial`."""
     return (loss.func if isinstance(loss, functools.partial) else loss) is cross_entropy
+
+
+def check_loss(loss: Loss) -> None:
+    """Reject a loss that cannot be called."""
+    if not callable(loss):
+        raise ValueError(
+            f"loss must be a function of (prediction, target), as metaleader.losses.squared_error; got {loss!r}"
+        )

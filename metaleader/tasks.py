@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -132,17 +131,18 @@ def to_device(tree: Tree, device: torch.device | str) -> Tree:
     return tree_map(lambda leaf: leaf.to(device), tree)
 
 
-def check_batch(batch: Batch, where: str) -> Batch:
+def check_batch(batch: Batch, where: str, dtype: torch.dtype | None = None) -> Batch:
     """Convert array-likes to tensors and reject invalid batches.
 
     Args:
         batch: the datapoints.
         where: the start of error messages, such as "observe".
+        dtype: that float64 arrays get; see `as_tensors`.
 
     Raises:
         ValueError: for an empty batch, unequal numbers of rows, NaN or infinite values, or values that are not numeric.
     """
-    checked = Batch(*(as_tensors(part, f"{where}: {name}") for name, part in zip("xy", batch, strict=True)))
+    checked = Batch(as_tensors(batch.x, f"{where}: x", dtype), as_tensors(batch.y, f"{where}: y", dtype))
     sizes = {leaf.shape[0] for leaf in tree_leaves(checked)}
     if len(sizes) > 1:
         raise ValueError(
@@ -183,39 +183,51 @@ def as_array(leaf: Any) -> Any:
     return leaf
 
 
-def as_tensors(tree: Tree, where: str) -> Tree:
-    """Convert the array-likes of a tree to tensors; rejects values that are not finite numbers."""
-    leaves = tree_leaves(tree)
-    if not leaves:
+def as_tensors(tree: Tree, where: str, dtype: torch.dtype | None = None) -> Tree:
+    """Convert the array-likes of a tree to tensors; rejects values that are not finite numbers.
+
+    float64 arrays, which NumPy and pandas make by default, get the given dtype. Tensors keep theirs.
+    """
+    if not tree_leaves(tree):
         raise ValueError(f"{where} holds no tensor; pass tensors or arrays")
-    return tree_map(_tensor_maker(where), tree)
 
-
-def _tensor_maker(where: str) -> Callable[[Any], Tensor]:
-    def make(leaf: Any) -> Tensor:
-        if isinstance(leaf, Dataset | DataLoader):  # torch would convert some of them as sequences
-            raise ValueError(f"{where} is not numeric: got {stream_advice(leaf)}")
-        try:
-            tensor = leaf.detach() if isinstance(leaf, Tensor) else torch.as_tensor(as_array(leaf))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{where} is not numeric: got {_described(leaf)}") from error
-        if tensor.ndim == 0:
-            raise ValueError(
-                f"{where} holds a single value; pass a tensor or array whose first dimension is the datapoints (a list"
-                " is taken for several inputs)"
-            )
-        if tensor.is_complex():
-            raise ValueError(f"{where} is complex ({tensor.dtype}); pass real numbers")
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise ValueError(
-                f"{where} is {tensor.layout} on {tensor.device}; pass dense tensors that hold their values"
-            )
+    def convert(leaf: Any) -> Tensor:
+        tensor = leaf.detach() if isinstance(leaf, Tensor) else _converted(leaf, where, dtype)
+        is_dense = tensor.layout is torch.strided and not tensor.is_meta and tensor.ndim > 0
+        if not is_dense or tensor.is_complex():
+            raise _fault(tensor, where)
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            bad = int((~torch.isfinite(tensor)).sum())
-            raise ValueError(f"{where} holds {bad} NaN or infinite values; clean or drop these datapoints")
+            raise _fault(tensor, where)
         return tensor
 
-    return make
+    return tree_map(convert, tree)
+
+
+def _converted(leaf: Any, where: str, dtype: torch.dtype | None) -> Tensor:
+    """An array-like as a tensor."""
+    if isinstance(leaf, Dataset | DataLoader):  # torch would convert some of them as sequences
+        raise ValueError(f"{where} is not numeric: got {stream_advice(leaf)}")
+    try:
+        array = as_array(leaf)
+        is_double = isinstance(array, np.ndarray) and array.dtype == np.float64
+        return torch.as_tensor(array, dtype=dtype if is_double else None)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{where} is not numeric: got {_described(leaf)}") from error
+
+
+def _fault(tensor: Tensor, where: str) -> ValueError:
+    """The error for a tensor that cannot be datapoints."""
+    if tensor.ndim == 0:
+        return ValueError(
+            f"{where} holds a single value; pass a tensor or array whose first dimension is the datapoints (a list"
+            " is taken for several inputs)"
+        )
+    if tensor.is_complex():
+        return ValueError(f"{where} is complex ({tensor.dtype}); pass real numbers")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return ValueError(f"{where} is {tensor.layout} on {tensor.device}; pass dense tensors that hold their values")
+    bad = int((~torch.isfinite(tensor)).sum())
+    return ValueError(f"{where} holds {bad} NaN or infinite values; clean or drop these datapoints")
 
 
 def stream_advice(value: Any) -> str:

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from metaleader.engine.determinism import tf32
-from metaleader.learners.options import Model, Options
+from metaleader.learners.optimizer import state_from_tree
+from metaleader.learners.options import Model
 from metaleader.losses import Loss
 from metaleader.memory.by_class import ClassBuffer
 from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.contract import Memory
+from metaleader.memory.fields import integer, mapping, text_or_none
 from metaleader.nets.functional import scale_uint8
 from metaleader.system.trees import is_savable, load_tree, save_tree
 
@@ -37,8 +39,22 @@ _CALLABLES = ("optimizer", "weights", "preprocess", "adaptation")
 _NO_SETTINGS = ("model", "loss", "device", "engine", "round", "task")
 
 
-def memory_of_state(memory: Memory, state: Mapping[str, Any], device: torch.device, options: Options) -> Memory:
-    """The memory of a learner with the state of a checkpoint; the memory that is passed in is not changed."""
+def load_state(learner: Learner, state: Mapping[str, Any]) -> None:
+    """Put a learner into a state: `Learner.load_state_dict`."""
+    try:
+        restored = state_from_tree(state, learner.layout, learner.state, learner.rule)
+        memory = _memory_of_state(learner, mapping(state, "buffer"))
+        skipped = integer(state, "skipped", low=0) if "skipped" in state else 0
+        t, task = integer(state, "round", low=-1), text_or_none(state, "task")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a learner's state_dict: {error!r}") from error
+    # One call: an interrupt comes before or after it.
+    vars(learner).update(memory=memory, state=restored, round=t, task=task, skipped=skipped)
+
+
+def _memory_of_state(learner: Learner, state: Mapping[str, Any]) -> Memory:
+    """A memory with a state; that of the learner is not changed."""
+    memory, options = learner.memory, learner.options
     kinds: dict[str, type[TaskBuffer] | type[ClassBuffer]] = {"tasks": TaskBuffer, "classes": ClassBuffer}
     if memory.kind == state["kind"]:
         restored = copy.copy(memory)
@@ -46,7 +62,7 @@ def memory_of_state(memory: Memory, state: Mapping[str, Any], device: torch.devi
     elif options.max_tasks is not None:
         raise ValueError("a state of tasks with classes needs a learner without max_tasks")
     else:
-        restored = kinds[state["kind"]](device, options.weights)
+        restored = kinds[state["kind"]](learner.device, options.weights)
     restored.load_state_dict(dict(state))
     return restored
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch.utils._pytree import tree_map
-
 from metaleader.engine.hook import OwnGradient
 from metaleader.engine.objective import Adaptation, GradientSteps, Objective
 from metaleader.memory.rows import Which
-from metaleader.tasks import Batch, ClassBatch
 
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
@@ -37,15 +33,16 @@ class Definition(NamedTuple):
     updates_per_step: int = 1
 
 
-def with_own_gradient(learner: Learner, definition: Definition, overridden: set[str]) -> Definition:
+def with_own_gradient(learner: Learner, definition: Definition, base: type[Learner]) -> Definition:
     """A definition with the learner's `task_gradient` in its objective; rejects overrides that would not be used.
 
     Args:
         learner: has been built up to its definition.
         definition: as returned by `define`.
-        overridden: the names of methods that its class overrides.
+        base: the class whose methods are not overrides.
     """
     objective, name = definition.objective, type(learner).__name__
+    overridden = {n for n in ("task_gradient", "loss_fn") if getattr(type(learner), n) is not getattr(base, n)}
     if type(objective) is not Objective:
         raise ValueError(f"{name}.define must return an Objective; override task_gradient for another gradient")
     if definition.which == "past" and learner.options.max_tasks == 1:
@@ -66,28 +63,3 @@ def with_own_gradient(learner: Learner, definition: Definition, overridden: set[
             " the dropout layers from the model"
         )
     return definition._replace(objective=objective)
-
-
-@torch.no_grad()
-def check_repeats(learner: Learner, batch: Batch) -> None:
-    """Reject several support sizes if repeating all datapoints changes the gradient, as with a sum over datapoints.
-
-    Support sets of one update have the largest size; smaller ones are repeated to fill it.
-    """
-    sizes, adaptation = learner.definition.support, learner.definition.objective.adaptation
-    if isinstance(sizes, int) or len(sizes) == 1 or (adaptation is not None and adaptation.takes_weights):
-        return
-    params, classes = learner.layout.named(learner.state.flat), learner.chosen_classes()
-    gradients = []
-    for times in (1, 2):
-        repeated = tree_map(lambda leaf: torch.cat([leaf] * times), batch)  # noqa: B023
-        support, query = (b if classes is None else ClassBatch(b.x, b.y, classes) for b in (repeated, batch))
-        with torch.enable_grad():
-            _, gradient = learner.task_gradient(tree_map(torch.clone, params), support, query)
-        gradients.append(learner.layout.flat(gradient).detach())
-    once, twice = gradients
-    if float((once - twice).norm()) > 1e-3 * float(once.norm()):
-        raise ValueError(
-            f"support={list(sizes)} needs a loss and an adaptation that are means over datapoints: repeating all"
-            " datapoints changes the gradient; use one support size"
-        )

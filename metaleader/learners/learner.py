@@ -5,40 +5,34 @@ A subclass only defines, once, the objective of its updates, the tasks that they
 
 from __future__ import annotations
 
-import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor, nn
 
 from metaleader.engine.engine import Engine, Mode
 from metaleader.gradient.selection import Params
-from metaleader.learners import observation, prediction
-from metaleader.learners.checkpoint import load_learner, memory_of_state, save_learner
+from metaleader.learners import prediction
+from metaleader.learners.checkpoint import load_learner, load_state, save_learner
+from metaleader.learners.data import checked_batch, memory_by_class
 from metaleader.learners.definition import Definition, with_own_gradient
 from metaleader.learners.locks import Locks
 from metaleader.learners.many import predict_many
-from metaleader.learners.optimizer import Rule, State, state_from_tree, state_tree
-from metaleader.learners.options import Model, Options, initial_module
+from metaleader.learners.optimizer import Rule, State, state_tree
+from metaleader.learners.options import Configured, Model, initial_module, initial_params
 from metaleader.learners.update import update_together
-from metaleader.losses import Loss
+from metaleader.losses import Loss, check_loss
 from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.contract import Memory
-from metaleader.memory.fields import integer, mapping, text_or_none
 from metaleader.nets.functional import Layout, Network, Statistics
 from metaleader.system.machine import known_device
-from metaleader.tasks import Batch, Tree, num_rows
-
-# Attributes that are read when a learner is built, so that a later change would have half an effect
-_FIXED = frozenset({"options", "model", "loss", "device", "network", "definition", "rule"})
-# Methods that are read when a learner is built
-_METHODS = ("define", "task_gradient", "loss_fn")
+from metaleader.tasks import Tree, num_rows
 
 
-class Learner(ABC):
+class Learner(Configured, ABC):
     """The contract of all learners.
 
     Args:
@@ -60,16 +54,6 @@ class Learner(ABC):
         locks: for threads: `locks.changing` is held by calls that change the learner.
     """
 
-    Options: ClassVar[type[Options]] = Options
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        signature = None  # a constructor of the subclass has its own
-        if "__init__" not in vars(cls):
-            positional = list(inspect.signature(Learner.__init__).parameters.values())[1:-1]
-            signature = inspect.Signature([*positional, *cls.Options.parameters()])
-        cls.__signature__ = signature
-
     def __init__(
         self,
         model: Model,
@@ -79,10 +63,7 @@ class Learner(ABC):
         engine: Mode | Engine = "eager",
         **settings: Any,
     ) -> None:
-        if not callable(loss):
-            raise ValueError(
-                f"loss must be a function of (prediction, target), as metaleader.losses.squared_error; got {loss!r}"
-            )
+        check_loss(loss)
         self.locks = Locks()
         self.options = self.Options.parse(settings, type(self).__name__)
         self.model, self.loss, self.device = model, loss, known_device(device)
@@ -90,8 +71,7 @@ class Learner(ABC):
         self.network = Network(module, loss, self.options.preprocess, self.device)
         self.memory: Memory = TaskBuffer(self.device, self.options.weights, self.options.max_tasks)
         self.engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
-        overridden = {name for name in _METHODS if getattr(type(self), name) is not getattr(Learner, name)}
-        self.definition = with_own_gradient(self, self.define(), overridden)
+        self.definition = with_own_gradient(self, self.define(), base=Learner)
         params = self.definition.objective.params()
         if len({value.dtype for value in params.values()}) > 1:
             raise ValueError(f"parameters must be of one dtype, got {sorted({str(v.dtype) for v in params.values()})}")
@@ -100,22 +80,6 @@ class Learner(ABC):
         self.round, self.skipped = -1, 0
         self.task: str | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        # Options are read as attributes of the learner.
-        options = self.__dict__.get("options")
-        if options is None or name not in options.__dataclass_fields__:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(options, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        options = self.__dict__.get("options")
-        is_option = options is not None and name in options.__dataclass_fields__ and getattr(options, name) != value
-        if is_option or (name in _FIXED and "rule" in self.__dict__):
-            raise ValueError(f"{name} is set when a learner is built; build a new one, or load a state into it")
-        if name in _METHODS:
-            raise ValueError(f"{name} is a method of the class; override it in a subclass of {type(self).__name__}")
-        super().__setattr__(name, value)
-
     @abstractmethod
     def define(self) -> Definition:
         """The definition of this kind of learner; called once, by the constructor."""
@@ -123,17 +87,12 @@ class Learner(ABC):
     def task_gradient(self, params: Params, support: Any, query: Any) -> tuple[Tensor, Params]:
         """The loss and meta-gradient of one task, in plain torch; override it for an algorithm of your own.
 
+        `params` are tensors by name, `support` is the `Batch` to adapt on, and `query` the `Batch` to measure on. The
+        result is the loss, a scalar, and one gradient per parameter, by name.
+
         The engine calls it for all tasks of an update and all learners side by side at once, by `torch.func.vmap`:
         write it with `torch.func.grad`. If vmap does not support it, it runs as a loop over tasks, with a warning. The
         learner must not be changed in it.
-
-        Args:
-            params: the parameters, by name.
-            support: the `Batch` to adapt on.
-            query: the `Batch` to measure on.
-
-        Returns:
-            The loss, a scalar, and one gradient per parameter, by name.
         """
         return self.definition.objective.one_task(params, support, query)
 
@@ -154,7 +113,15 @@ class Learner(ABC):
             classes: for n-way tasks, the global class behind each label, in the order of the labels. Either all tasks
                 of a learner have classes or none.
         """
-        observation.begin(self, str(name), classes)
+        with self.locks.changing, self.locks.reading:
+            memory = self.memory if classes is None else memory_by_class(self)
+            state, t = self.state, self.round + 1
+            if self.definition.restarts:
+                flat = self.layout.flat(initial_params(self.model, self.options.seed, t, self.device))
+                state = State(flat, {}, state.step, state.step)
+            memory.begin(str(name), classes, self.network.num_classes)
+            # One call: an interrupt comes before or after it.
+            vars(self).update(memory=memory, state=state, round=t, task=str(name))
 
     def observe(
         self,
@@ -177,7 +144,21 @@ class Learner(ABC):
             ids: for n-way tasks, one integer per datapoint that names it across tasks: one seen before is stored once.
             update: False only stores the data; call `update` later.
         """
-        observation.observe(self, x, y, None if task is None else str(task), ids, update)
+        task = None if task is None else str(task)
+        with self.locks.changing:
+            batch = checked_batch(self, x, y, task)
+            with self.locks.reading:
+                mark, state = self.memory.mark(), self.state
+            try:
+                with self.locks.reading:
+                    self.memory.append(batch, ids, task)
+                if update:
+                    self.update()
+            except BaseException:
+                with self.locks.reading:
+                    self.memory.rollback(mark)
+                    self.state = state
+                raise
 
     def forget(self, name: str) -> None:
         """Delete all data of a task for good; an open round of this name stays open, without data.
@@ -257,14 +238,7 @@ class Learner(ABC):
 
     @torch.no_grad()
     def predict_many(self, xs: Mapping[str, Tree]) -> dict[str, Any]:
-        """Predictions for several tasks at once: those of `predict(x, task=name)`, up to rounding.
-
-        Args:
-            xs: inputs by name of the task.
-
-        Returns:
-            Predictions by name.
-        """
+        """Predictions by name, for inputs by name of the task: those of `predict(x, task=name)`, up to rounding."""
         own = (type(self).adapt, type(self).predict) != (Learner.adapt, Learner.predict)
         return {name: self.predict(x, task=name) for name, x in xs.items()} if own else predict_many(self, xs)
 
@@ -319,7 +293,7 @@ class Learner(ABC):
     @property
     def num_datapoints(self) -> int:
         """The size of D_t."""
-        data = self._current()
+        data = self.memory.current() if self.task is not None else None
         return 0 if data is None else num_rows(data)
 
     @property
@@ -330,9 +304,6 @@ class Learner(ABC):
     def chosen_classes(self) -> Tensor | None:
         """The classes of the current task, if the network chooses its outputs by them."""
         return None if self.network.num_classes is None else self.memory.current_classes()
-
-    def _current(self) -> Batch | None:
-        return self.memory.current() if self.task is not None else None
 
     # State.
 
@@ -354,14 +325,7 @@ class Learner(ABC):
             ValueError: if it is not the state of such a learner; the learner is then as before the call.
         """
         with self.locks.changing, self.locks.reading:
-            try:
-                restored = state_from_tree(state, self.layout, self.state, self.rule)
-                memory = memory_of_state(self.memory, mapping(state, "buffer"), self.device, self.options)
-                skipped = integer(state, "skipped", low=0) if "skipped" in state else 0
-                counters = integer(state, "round", low=-1), text_or_none(state, "task"), skipped
-            except (KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"not a learner's state_dict: {error!r}") from error
-            self.memory, self.state, (self.round, self.task, self.skipped) = memory, restored, counters
+            load_state(self, state)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the learner with its data and settings to one safetensors file, atomically."""

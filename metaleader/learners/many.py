@@ -21,7 +21,7 @@ from metaleader.engine.determinism import repeatable
 from metaleader.engine.objective import Adaptation
 from metaleader.gradient.meta import descend
 from metaleader.gradient.selection import Params
-from metaleader.learners.inputs import inputs_of
+from metaleader.learners.data import inputs_of
 from metaleader.learners.prediction import dropout_seeds, not_finite, run_model
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, Tree, as_array, num_rows, row_signature, rows, tensors_of

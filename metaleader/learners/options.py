@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -98,6 +98,42 @@ class Options:
         ]
 
 
+class Configured:
+    """An object with options, which are read as its attributes; what is set when it is built stays as it is."""
+
+    Options: ClassVar[type[Options]] = Options
+    options: Options
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        signature = None  # a constructor of the subclass has its own
+        if "__init__" not in vars(cls):
+            learner = next(kind for kind in cls.__mro__ if Configured in kind.__bases__)
+            positional = list(inspect.signature(learner.__init__).parameters.values())[1:-1]
+            signature = inspect.Signature([*positional, *cls.Options.parameters()])
+        cls.__signature__ = signature
+
+    def __getattr__(self, name: str) -> Any:
+        options = self.__dict__.get("options")
+        if options is None or name not in options.__dataclass_fields__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(options, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        options = self.__dict__.get("options")
+        is_option = options is not None and name in options.__dataclass_fields__ and getattr(options, name) != value
+        if is_option or (name in _FIXED and "rule" in self.__dict__):
+            raise ValueError(f"{name} is set when a learner is built; build a new one, or load a state into it")
+        if name in _METHODS:
+            raise ValueError(f"{name} is a method of the class; override it in a subclass of {type(self).__name__}")
+        super().__setattr__(name, value)
+
+
+# Attributes that are read when a learner is built, so that a later change would have half an effect
+_FIXED = frozenset({"options", "model", "loss", "device", "network", "definition", "rule"})
+# Methods that are read when a learner is built
+_METHODS = ("define", "task_gradient", "loss_fn")
+
 # The integers among the options, with their lower bounds
 _INTEGERS = {"meta_steps": 0, "tasks_per_step": 1, "query": 1, "seed": 0, "inner_steps": 0}
 
@@ -157,3 +193,9 @@ def initial_module(model: Model, seed: int, t: int, fresh: bool = False) -> nn.M
                 )
             reset()
         return module
+
+
+def initial_params(model: Model, seed: int, t: int, device: torch.device) -> Params:
+    """The parameters of a learner that starts anew in round t."""
+    module = initial_module(model, seed, t, fresh=True)
+    return {name: value.detach().to(device) for name, value in module.named_parameters()}

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from metaleader.engine.determinism import repeatable
 from metaleader.engine.objective import Adaptation, GradientSteps
 from metaleader.gradient.selection import Params
-from metaleader.learners.inputs import inputs_of
+from metaleader.learners.data import inputs_of
 from metaleader.learners.options import check_integer
 from metaleader.nets.functional import Statistics
 from metaleader.tasks import Batch, ClassBatch, Tree, num_rows, rng, row_signature

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from metaleader.learners.inputs import inputs_of
+from metaleader.learners.data import checked_batch, inputs_of
 from metaleader.learners.learner import Learner
-from metaleader.learners.observation import checked_batch
 from metaleader.live import checkpoints
 from metaleader.live.calls import Codec, Observe, Predict, Readmit, Updates, digest, fingerprint
 from metaleader.live.errors import ConflictError, UnknownPredictionError

@@ -1,0 +1,89 @@
+"""A user's data as a learner takes it, checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from metaleader.losses import squared_error
+from metaleader.memory.by_class import ClassBuffer
+from metaleader.memory.by_task import TaskBuffer
+from metaleader.memory.contract import Memory
+from metaleader.tasks import Batch, ClassBatch, Tree, as_tensors, check_alike, check_batch, to_device
+
+if TYPE_CHECKING:
+    from metaleader.learners.learner import Learner
+
+
+def inputs_of(learner: Learner, x: Tree, where: str) -> Tree:
+    """Inputs as tensors; float64 arrays, which NumPy and pandas make by default, get the dtype of the model."""
+    return to_device(as_tensors(x, f"{where}: x", learner.state.flat.dtype), learner.device)
+
+
+def checked_batch(learner: Learner, x: Tree, y: Tree, task: str | None) -> Batch:
+    """Datapoints as `observe` stores them; those that it refuses raise a ValueError."""
+    if task is None and learner.task is None:
+        raise ValueError("observe before begin: call begin(name) to open a task first, or pass task=name")
+    if task is not None and learner.definition.restarts:
+        raise ValueError(f"{type(learner).__name__} trains on the current task alone: call begin(name), not task=")
+    batch = to_device(check_batch(Batch(x, y), "observe", learner.state.flat.dtype), learner.device)
+    stored = learner.memory.store.data
+    if learner.loss is squared_error and isinstance(batch.y, Tensor) and batch.y.ndim == 1:
+        batch = batch._replace(y=_as_column(learner, batch, stored))
+    if stored is not None:
+        check_alike(batch, stored, "observe")
+    learner.network.check(learner.params, batch, "observe")
+    if stored is None:
+        _check_first(learner, batch)
+    return batch
+
+
+def _as_column(learner: Learner, batch: Batch, stored: Batch | None) -> Tensor:
+    """A one-dimensional y as one column, if the output is one column."""
+    if stored is not None:
+        shape = stored.y.shape[1:] if isinstance(stored.y, Tensor) else None
+    else:
+        shape = learner.network.output_shape(learner.params, batch.x)
+    return batch.y[:, None] if shape == (1,) else batch.y
+
+
+def _check_first(learner: Learner, batch: Batch) -> None:
+    """Reject first datapoints that the adaptation does not support."""
+    adaptation = learner.definition.objective.adaptation
+    if adaptation is not None:
+        adaptation.check_data(learner.network, learner.layout.named(learner.state.flat), batch)
+    sizes = learner.definition.support
+    if not isinstance(sizes, int) and len(sizes) > 1 and not (adaptation is not None and adaptation.takes_weights):
+        _check_repeats(learner, batch, sizes)
+
+
+@torch.no_grad()
+def _check_repeats(learner: Learner, batch: Batch, sizes: tuple[int, ...]) -> None:
+    """Reject several support sizes if repeating all datapoints changes the gradient, as with a sum over datapoints.
+
+    Support sets of one update have the largest size; smaller ones are repeated to fill it.
+    """
+    params, classes = learner.layout.named(learner.state.flat), learner.chosen_classes()
+    gradients = []
+    for times in (1, 2):
+        repeated = tree_map(lambda leaf: torch.cat([leaf] * times), batch)  # noqa: B023
+        support, query = (b if classes is None else ClassBatch(b.x, b.y, classes) for b in (repeated, batch))
+        with torch.enable_grad():
+            _, gradient = learner.task_gradient(tree_map(torch.clone, params), support, query)
+        gradients.append(learner.layout.flat(gradient).detach())
+    once, twice = gradients
+    if float((once - twice).norm()) > 1e-3 * float(once.norm()):
+        raise ValueError(
+            f"support={list(sizes)} needs a loss and an adaptation that are means over datapoints:"
+            " repeating all datapoints changes the gradient; use one support size"
+        )
+
+
+def memory_by_class(learner: Learner) -> Memory:
+    """The memory for a task with classes, which is by class from the first task on."""
+    memory, options = learner.memory, learner.options
+    is_fresh = type(memory) is TaskBuffer and learner.task is None and not memory.sizes()
+    return ClassBuffer(learner.device, options.weights) if is_fresh and options.max_tasks is None else memory
