@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from metaleader.engine.determinism import repeatable
@@ -110,49 +110,25 @@ def play_together(
     Yields:
         For each measured reveal, a list of one record per learner.
     """
-    if reveal < 1 or (reveals is not None and reveals < 1):
-        raise ValueError(f"reveal and reveals must be at least 1, got {reveal} and {reveals}")
     steps = [int(steps)] if isinstance(steps, int | np.integer) else steps
-    if not steps or any(not isinstance(number, int | np.integer) or number < 0 for number in steps):
-        raise ValueError(f"steps must be one or more numbers of adaptation steps, each 0 or more; got {steps}")
-    reserved = {"task", *map(str, steps)} & parts.keys()
-    if reserved:
-        raise ValueError(
-            f"parts of the outputs cannot be named {sorted(reserved)}: records have other losses of that name"
-        )
-    for stream in streams:
-        if advice := stream_advice(stream):
-            raise ValueError(f"a stream is a sequence of tasks, got {advice}")
-    if any(not hasattr(stream, "__len__") for stream in streams):
-        raise ValueError("a stream must have a length and be indexed by round: pass a list of tasks, not an iterator")
-    if len({len(stream) for stream in streams}) != 1 or len(streams) != len(learners):
-        raise ValueError(
-            "there must be one stream per learner, all of the same length; got"
-            f" {len(streams)} streams of {[len(stream) for stream in streams]} tasks for {len(learners)} learners"
-        )
-    if len(streams[0]) == 0:
-        raise ValueError("the stream has no tasks")
-    if not 0 <= start <= len(streams[0]):
-        raise ValueError(f"start must be a round of the stream's {len(streams[0])} tasks, got {start}")
+    _check_options(reveal, reveals, steps, parts)
+    _check_streams(streams, len(learners), start)
     for learner in learners:
         _check_learner(learner, ["begin", "observe", "adapt", *(["update"] if regret else [])], loss)
     metric = loss or unsmoothed(learners[0].loss)
-    _check_threshold(gamma, takes_labels(metric))
+    if gamma is not None:
+        _check_threshold(gamma, takes_labels(metric))
+    # A learner that restarts in every round trains only on D_t: its updates are its adaptation.
+    update = not regret or all(getattr(learner, "restarts", False) for learner in learners)
+    num_late = 0  # updates of the round before
     for t in range(start, len(streams[0])):
         tasks = [stream[t] for stream in streams]
         _check_tasks(tasks, t)
-        pairs = list(zip(learners, tasks, strict=True))
-        # A learner that restarts in every round trains only on D_t: its updates are its adaptation.
-        update = not regret or all(getattr(learner, "restarts", False) for learner in learners)
-        num_late = 0 if update or t == 0 else len(range(0, _revealed(streams[0][t - 1], reveal, reveals), reveal))
-        keeps_one = all(getattr(learner, "max_tasks", None) == 1 for learner in learners)
-        if keeps_one:  # `begin` deletes the data of task t-1
-            _update(learners, num_late)
-        for learner, task in pairs:
-            _begin(learner, task)
-        if not keeps_one:  # task t-1 is now a past task, also for a learner that trains only on past tasks
-            _update(learners, num_late)
+        if not update and t > 0:
+            num_late = len(range(0, _revealed(streams[0][t - 1], reveal, reveals), reveal))
+        _begin(learners, tasks, num_late)
         needed: list[int | None] = [None] * len(tasks)
+        pairs = list(zip(learners, tasks, strict=True))
         tests = [to_device(task.test, getattr(learner, "device", "cpu")) for learner, task in pairs]
         stop = _revealed(tasks[0], reveal, reveals)
         for first in range(0, stop, reveal):
@@ -163,7 +139,7 @@ def play_together(
             records = []
             measured = measure_together(learners, tests, metric, steps, parts)
             for r, ((learner, task), values) in enumerate(zip(pairs, measured, strict=True)):
-                if needed[r] is None and _meets(values, gamma):
+                if gamma is not None and needed[r] is None and _meets(values, gamma):
                     needed[r] = datapoints
                 if task.ids is not None and hasattr(learner, "num_new"):
                     values["new_datapoints"] = learner.num_new
@@ -187,13 +163,11 @@ def preload(learner: Any, stream: TaskStream | Sequence[Task], tasks: int, datap
         datapoints: the number of datapoints per task; all if None.
     """
     if not 0 <= tasks <= len(stream) or (datapoints is not None and datapoints < 1):
-        raise ValueError(
-            f"cannot preload {tasks} tasks of {datapoints} datapoints from a stream of {len(stream)} tasks"
-        )
+        raise ValueError(f"cannot preload {tasks} tasks of {datapoints} datapoints from {len(stream)} tasks")
     for t in range(tasks):
         task = stream[t]
         _check_tasks([task], t)
-        _begin(learner, task)
+        _begin([learner], [task])
         _observe([learner], [task], slice(0, datapoints), update=False)
 
 
@@ -235,19 +209,15 @@ def measure(
     """
     named = {} if task is None else {"task": task}
     test = to_device(test, getattr(learner, "device", "cpu"))
-    values: dict[str, Tensor] = {}
-    for number, net in zip(steps, learner.adapt(steps=list(steps), statistics="batch", **named), strict=True):
-        suffix = "" if number == steps[0] else f"_{number}"
-        values |= _net_scores(net, test, metric, parts, suffix)
+    nets = dict(zip(map(str, steps), learner.adapt(steps=list(steps), statistics="batch", **named), strict=True))
     if getattr(learner, "has_batch_norm", False):
-        values |= _net_scores(learner.adapt(steps=steps[0], statistics="task", **named), test, metric, parts, "_task")
+        nets["task"] = learner.adapt(steps=steps[0], statistics="task", **named)
+    values: dict[str, Tensor] = {}
+    with repeatable(tree_leaves(test.x)[0].device):
+        for name, net in nets.items():
+            values |= _scores(net(test.x), test, metric, parts, "" if name == str(steps[0]) else f"_{name}")
     numbers = torch.stack([value.double() for value in values.values()]).tolist()
     return dict(zip(values, numbers, strict=True))
-
-
-def _net_scores(net: nn.Module, test: Batch, metric: Loss, parts: Parts, suffix: str) -> dict[str, Tensor]:
-    with repeatable(tree_leaves(test.x)[0].device):
-        return _scores(net(test.x), test, metric, parts, suffix)
 
 
 def _scores(prediction: Tensor, test: Batch, metric: Loss, parts: Parts, suffix: str) -> dict[str, Tensor]:
@@ -269,12 +239,16 @@ def has_labels(batch: Batch) -> bool:
     return isinstance(y, Tensor) and not y.is_floating_point() and y.ndim == 1
 
 
-def _begin(learner: Any, task: Task) -> None:
-    # A user-defined learner need not accept `classes`.
-    if task.classes is None:
-        learner.begin(task.name)
-    else:
-        learner.begin(task.name, classes=task.classes)
+def _begin(learners: Sequence[Any], tasks: Sequence[Task], num_late: int = 0) -> None:
+    """Begin a round; in the regret protocol with the updates of the round before."""
+    keeps_one = num_late > 0 and all(getattr(learner, "max_tasks", None) == 1 for learner in learners)
+    if keeps_one:  # `begin` deletes the data of task t-1
+        _update(learners, num_late)
+    for learner, task in zip(learners, tasks, strict=True):
+        # A user-defined learner need not accept `classes`.
+        learner.begin(task.name, **({} if task.classes is None else {"classes": task.classes}))
+    if num_late and not keeps_one:  # task t-1 is now a past task, also for a learner that trains only on past tasks
+        _update(learners, num_late)
 
 
 def _observe(learners: Sequence[Any], tasks: Sequence[Task], datapoints: slice, update: bool) -> None:
@@ -313,16 +287,43 @@ def _revealed(task: Task, reveal: int, reveals: int | None) -> int:
     return num if reveals is None else min(num, reveal * reveals)
 
 
-def _meets(values: dict[str, float], gamma: float | None) -> bool:
-    if gamma is None:
-        return False
+def _meets(values: dict[str, float], gamma: float) -> bool:
     _check_threshold(gamma, "accuracy" in values)
     return values["accuracy"] >= gamma if "accuracy" in values else values["loss"] <= gamma
 
 
-def _check_threshold(gamma: float | None, of_accuracy: bool) -> None:
-    if gamma is not None and gamma > 1 and of_accuracy:
+def _check_threshold(gamma: float, of_accuracy: bool) -> None:
+    if gamma > 1 and of_accuracy:
         raise ValueError(f"gamma is an accuracy here, at most 1; got {gamma}")
+
+
+def _check_options(reveal: int, reveals: int | None, steps: Sequence[int], parts: Parts) -> None:
+    if reveal < 1 or (reveals is not None and reveals < 1):
+        raise ValueError(f"reveal and reveals must be at least 1, got {reveal} and {reveals}")
+    if not steps or any(not isinstance(number, int | np.integer) or number < 0 for number in steps):
+        raise ValueError(f"steps must be one or more numbers of adaptation steps, each 0 or more; got {steps}")
+    if reserved := sorted({"task", *map(str, steps)} & parts.keys()):
+        raise ValueError(f"parts of the outputs cannot be named {reserved}: records have other losses of that name")
+
+
+def _check_streams(streams: Sequence[Any], num_learners: int, start: int) -> None:
+    for stream in streams:
+        if advice := stream_advice(stream):
+            raise ValueError(f"a stream is a sequence of tasks, got {advice}")
+        if not hasattr(stream, "__len__"):
+            raise ValueError(
+                "a stream must have a length and be indexed by round: pass a list of tasks, not an iterator"
+            )
+    lengths = [len(stream) for stream in streams]
+    if len(set(lengths)) != 1 or len(lengths) != num_learners:
+        raise ValueError(
+            "there must be one stream per learner, all of the same length; got"
+            f" {len(lengths)} streams of {lengths} tasks for {num_learners} learners"
+        )
+    if not lengths[0]:
+        raise ValueError("the stream has no tasks")
+    if not 0 <= start <= lengths[0]:
+        raise ValueError(f"start must be a round of the stream's {lengths[0]} tasks, got {start}")
 
 
 def _check_learner(learner: Any, methods: Sequence[str], loss: Loss | None) -> None:
