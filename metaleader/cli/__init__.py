@@ -14,6 +14,7 @@ from metaleader.cli.bench import bench as _bench
 from metaleader.cli.data import data as _data
 from metaleader.cli.list import list_experiments
 from metaleader.cli.new import new as _new
+from metaleader.cli.serve import serve as _serve
 from metaleader.cli.show import show as _show
 from metaleader.cli.status import status as _status
 from metaleader.cli.theory import theory as _theory
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "verify": runs.verify,
     "list": list_experiments,
     "new": _new,
+    "serve": _serve,
     "status": _status,
     "theory": _theory,
     "bench": _bench,

@@ -38,11 +38,38 @@ class Source:
 
 def load_experiment(path: Path, schedule: Any = "standard") -> Source:
     """Run an experiment file, and return the experiment that it defines."""
+    path, content = _read(path)
+    experiment = _run_file(path, content, lambda module: _experiment_of(module, path, schedule))
+    digest = hashlib.sha256(content).hexdigest()
+    return Source(path.stem, experiment, path, digest, _hashes_of_imports(content, path))
+
+
+def load_definition(path: Path, name: str) -> Any:
+    """Run a file, and return what it defines under a name; without that name, the experiment that it defines."""
+    path, content = _read(path)
+
+    def find(module: types.ModuleType) -> Any:
+        values = module.__dict__
+        if name in values:
+            return values[name]
+        if "experiment" not in values and not any(isinstance(value, Experiment) for value in values.values()):
+            raise ValueError(f"{path.name} defines neither a function `{name}` nor an experiment; write one of them")
+        return _experiment_of(module, path, "standard")
+
+    return _run_file(path, content, find)
+
+
+def _read(path: Path) -> tuple[Path, bytes]:
+    """The absolute path and the content of a file."""
     try:
         path = path.resolve(strict=True)
-        content = path.read_bytes()
+        return path, path.read_bytes()
     except OSError as error:
         raise type(error)(f"cannot read the experiment {path}: {error.strerror}") from error
+
+
+def _run_file(path: Path, content: bytes, find: Callable[[types.ModuleType], Any]) -> Any:
+    """Run a file as a module, and find something in it; an error becomes a ValueError that names the line."""
     module = types.ModuleType(FILE_MODULE + path.stem)
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # for dataclasses
@@ -50,7 +77,7 @@ def load_experiment(path: Path, schedule: Any = "standard") -> Source:
         sys.path.append(str(path.parent))  # for modules beside the file
     try:
         exec(compile(content, str(path), "exec"), module.__dict__)
-        experiment = _experiment_of(module, path, schedule)
+        return find(module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit
@@ -58,8 +85,6 @@ def load_experiment(path: Path, schedule: Any = "standard") -> Source:
         if isinstance(error, SyntaxError) and error.filename == str(path):
             place, error = f"{path}:{error.lineno}: ", SyntaxError(error.msg)
         raise ValueError(f"{place}{_advice(error)}") from error
-    digest = hashlib.sha256(content).hexdigest()
-    return Source(path.stem, experiment, path, digest, _hashes_of_imports(content, path))
 
 
 def _experiment_of(module: types.ModuleType, path: Path, schedule: Any) -> Experiment:

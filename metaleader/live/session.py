@@ -248,7 +248,8 @@ class Session:
             number of updates made; `updates_due`; `behind`, the number of observations since the last update began;
             `update_error`, why the last update failed, or None; `record`, the number of the last record of the journal;
             `journal_lag`, the number of calls that are not written yet; `checkpoint`, the last record that the newest
-            checkpoint includes; `keys` and `predictions` remembered; `bytes` on disk.
+            checkpoint includes; `keys` and `predictions` remembered; `bytes` on disk; `stopped`, the error after which
+            the session refuses calls, or None.
         """
         self._check()
         tasks = self.learner.tasks
@@ -267,6 +268,7 @@ class Session:
             "keys": len(self._ledger.keys),
             "predictions": len(self._ledger.waiting),
             "bytes": sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file()),
+            "stopped": None if self._writer.failure is None else repr(self._writer.failure),
         }
 
     def backup(self, path: str | os.PathLike[str]) -> None:

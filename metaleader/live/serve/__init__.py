@@ -1,0 +1,1 @@
+"""A session over HTTP: the Open Inference Protocol for predictions, and calls that observe, label and forget."""
