@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Iterator
 
 import numpy as np
 import torch
+
+from metaleader.system.settings import restoring
 
 
 @contextlib.contextmanager
@@ -26,12 +29,13 @@ def repeatable(device: torch.device) -> Iterator[None]:
             return
         cudnn = torch.backends.cudnn
         before = cudnn.allow_tf32, cudnn.deterministic
-        cudnn.allow_tf32, cudnn.deterministic = torch.backends.cuda.matmul.allow_tf32, True
-        try:
-            with torch.cuda.device(device):
-                yield
-        finally:
+
+        def restore() -> None:
             cudnn.allow_tf32, cudnn.deterministic = before
+
+        with restoring(restore), torch.cuda.device(device):
+            cudnn.allow_tf32, cudnn.deterministic = torch.backends.cuda.matmul.allow_tf32, True
+            yield
 
 
 @contextlib.contextmanager
@@ -40,26 +44,29 @@ def seeded(seed: int) -> Iterator[None]:
 
     The library draws from generators of its own; a user's code may draw from the global ones.
     """
-    before = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+
+    def restore() -> None:
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        torch.set_rng_state(before[2])
+
+    with restoring(restore):
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])  # noqa: NPY002
+        yield
 
 
 @contextlib.contextmanager
 def tf32(on: bool) -> Iterator[None]:
     """Turn TF32 on or off, in matrix products and convolutions alike."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if on else "highest")
-    torch.backends.cudnn.allow_tf32 = on
-    try:
+
+    def choose(precision: str, convolutions: bool) -> None:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+    with restoring(functools.partial(choose, *before)):
+        choose("high" if on else "highest", on)
         yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]

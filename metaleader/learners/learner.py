@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from metaleader.engine.engine import Engine, Mode
 from metaleader.gradient.selection import Params
 from metaleader.learners import prediction
+from metaleader.learners.changes import Change
 from metaleader.learners.checkpoint import load_learner, load_state, save_learner
 from metaleader.learners.data import checked_batch, memory_by_class
 from metaleader.learners.definition import Definition, with_own_gradient
@@ -29,6 +30,7 @@ from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.contract import Memory
 from metaleader.nets.functional import Layout, Network, Statistics
 from metaleader.system.machine import known_device
+from metaleader.system.settings import keeps_settings
 from metaleader.tasks import Tree, num_rows
 
 
@@ -105,6 +107,7 @@ class Learner(Configured, ABC):
 
     # The contract.
 
+    @keeps_settings
     def begin(self, name: str, classes: Sequence[int] | None = None) -> None:
         """Begin round t with a new task; D_t is empty.
 
@@ -119,10 +122,11 @@ class Learner(Configured, ABC):
             if self.definition.restarts:
                 flat = self.layout.flat(initial_params(self.model, self.options.seed, t, self.device))
                 state = State(flat, {}, state.step, state.step)
-            memory.begin(str(name), classes, self.network.num_classes)
-            # One call: an interrupt comes before or after it.
-            vars(self).update(memory=memory, state=state, round=t, task=str(name))
+            with Change([self]):
+                memory.begin(str(name), classes, self.network.num_classes)
+                vars(self).update(memory=memory, state=state, round=t, task=str(name))
 
+    @keeps_settings
     def observe(
         self,
         x: Tree,
@@ -147,19 +151,13 @@ class Learner(Configured, ABC):
         task = None if task is None else str(task)
         with self.locks.changing:
             batch = checked_batch(self, x, y, task)
-            with self.locks.reading:
-                mark, state = self.memory.mark(), self.state
-            try:
+            with Change([self]):
                 with self.locks.reading:
                     self.memory.append(batch, ids, task)
                 if update:
                     self.update()
-            except BaseException:
-                with self.locks.reading:
-                    self.memory.rollback(mark)
-                    self.state = state
-                raise
 
+    @keeps_settings
     def forget(self, name: str) -> None:
         """Delete all data of a task for good; an open round of this name stays open, without data.
 
@@ -168,14 +166,16 @@ class Learner(Configured, ABC):
         Raises:
             ValueError: for a name without data.
         """
-        with self.locks.changing, self.locks.reading:
+        with self.locks.changing, self.locks.reading, Change([self]):
             self.memory.forget(str(name))
 
+    @keeps_settings
     def readmit(self, name: str) -> None:
         """Draw a task again that was set aside; see `set_aside`."""
-        with self.locks.changing, self.locks.reading:
+        with self.locks.changing, self.locks.reading, Change([self]):
             self.memory.readmit(str(name))
 
+    @keeps_settings
     def update(self, steps: int | None = None) -> None:
         """Run `meta_steps` updates, or the given number, on the data observed.
 
@@ -199,6 +199,7 @@ class Learner(Configured, ABC):
         self, steps: Sequence[int], statistics: Statistics = "task", task: str | None = None
     ) -> list[nn.Module]: ...
 
+    @keeps_settings
     @torch.no_grad()
     def adapt(
         self, steps: int | Sequence[int] | None = None, statistics: Statistics = "task", task: str | None = None
@@ -220,6 +221,7 @@ class Learner(Configured, ABC):
         """
         return prediction.adapt(self, steps, statistics, task)
 
+    @keeps_settings
     @torch.no_grad()
     def predict(self, x: Tree, task: str | None = None, *, variance: bool = False) -> Any:
         """Predictions of the net adapted to a task, for rows of x; the learner is not changed.
@@ -236,6 +238,7 @@ class Learner(Configured, ABC):
             raise ValueError(f"{type(self).__name__} overrides adapt, whose predictions have no known variance")
         return prediction.predict(self, x, task, variance, type(self).adapt is not Learner.adapt)
 
+    @keeps_settings
     @torch.no_grad()
     def predict_many(self, xs: Mapping[str, Tree]) -> dict[str, Any]:
         """Predictions by name, for inputs by name of the task: those of `predict(x, task=name)`, up to rounding."""
@@ -307,6 +310,7 @@ class Learner(Configured, ABC):
 
     # State.
 
+    @keeps_settings
     def state_dict(self, data: bool = True) -> dict[str, Any]:
         """Everything that the learner's future depends on, as a tree of tensors and plain values.
 
@@ -318,6 +322,7 @@ class Learner(Configured, ABC):
             tree |= {"skipped": self.skipped} if self.skipped else {}
             return {"round": self.round, "task": self.task} | tree | {"buffer": self.memory.state_dict(data)}
 
+    @keeps_settings
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, bit for bit as the learner it was taken from.
 
@@ -327,6 +332,7 @@ class Learner(Configured, ABC):
         with self.locks.changing, self.locks.reading:
             load_state(self, state)
 
+    @keeps_settings
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the learner with its data and settings to one safetensors file, atomically."""
         save_learner(self, path)

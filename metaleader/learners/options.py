@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from metaleader.gradient.selection import Params, StepSize, split, step_sizes
 from metaleader.learners.optimizer import OptimizerFactory, Schedule
 from metaleader.memory.rows import Weights
 from metaleader.nets.functional import scale_uint8
+from metaleader.system.settings import restoring
 from metaleader.tasks import Tree, rng
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -170,7 +172,7 @@ def check_step_size(lr: StepSize, params: Params, only: str | None) -> float | d
 
 def initial_module(model: Model, seed: int, t: int, fresh: bool = False) -> nn.Module:
     """Build the module of a learner from seed and round alone; with `fresh`, a given module is initialised anew."""
-    with torch.random.fork_rng(devices=[]):
+    with restoring(functools.partial(torch.set_rng_state, torch.get_rng_state())):
         torch.manual_seed(int(rng("initialisation", seed, t).integers(2**63)))
         if not isinstance(model, nn.Module):
             module = model() if callable(model) else model

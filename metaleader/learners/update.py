@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from metaleader.engine.hook import OwnGradient, StateReadError
 from metaleader.engine.objective import GradientSteps
+from metaleader.learners.changes import Change
 from metaleader.learners.outer import Outer
 from metaleader.learners.outliers import Failure, examine, names_text, quarantine
 from metaleader.memory.rows import Draw
+from metaleader.system.settings import keeps_settings
 from metaleader.tasks import ClassBatch, Tree, WeightedBatch, rng
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 _GATHERED_UPDATES = 10
 
 
+@keeps_settings
 @torch.no_grad()
 def update_together(learners: Sequence[Learner], steps: int | None = None) -> None:
     """Run the updates of learners of one shape side by side, on the engine of the first.
@@ -68,15 +71,10 @@ def _update_side_by_side(learners: Sequence[Learner], steps: int | None) -> None
             break
         update, r, error = failed
         aside[r] |= _culprits(learners[r], draws[r], numbers, update, aside[r], outer, error)
-    try:
-        for learner, state in zip(learners, outer.states(numbers.stop), strict=True):
+    with Change(learners, nested=True):
+        for learner, state, reasons in zip(learners, outer.states(numbers.stop), aside, strict=True):
             learner.state = state
-    except BaseException:
-        for learner, state in zip(learners, before, strict=True):
-            learner.state = state
-        raise
-    for learner, reasons in zip(learners, aside, strict=True):
-        quarantine(learner, reasons)
+            quarantine(learner, reasons)
 
 
 def _culprits(
@@ -145,14 +143,9 @@ def _are_shareable(learners: Sequence[Learner]) -> bool:
 
 def _update_one_by_one(learners: Sequence[Learner], steps: int | None) -> None:
     """Update learners that cannot share a program; on an error all are as before."""
-    before = [learner.state for learner in learners]
-    try:
+    with Change(learners, nested=True):
         for learner in learners:
             update_together([learner], steps)
-    except BaseException:
-        for learner, state in zip(learners, before, strict=True):
-            learner.state = state
-        raise
 
 
 def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draws: Sequence[Draw]) -> Tensor:
@@ -185,6 +178,7 @@ def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draw
     return torch.stack(watched)
 
 
+@keeps_settings
 @torch.no_grad()
 def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Sequence[int]) -> dict[str, Tensor] | None:
     """Predictions of learners of one shape adapted to D_t, (learners, rows, ...), by number of steps and "task".

@@ -223,12 +223,18 @@ class ClassBuffer:
         return self.store.take(draw.support, draw.support_y), self.store.take(draw.query, draw.query_y)
 
     def mark(self) -> tuple[Any, ...]:
-        """The current position in this round, for `rollback`."""
-        return self.store.length, len(self._round_rows)
+        """This point, for `rollback`."""
+        return self.point()
+
+    def point(self) -> tuple[Any, ...]:
+        """This point, for `rollback`."""
+        round_rows, round_labels = self._round_rows, self._round_labels
+        return self.store.length, len(round_rows), (self.ways, self._name, round_rows, round_labels, self._round_start)
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
-        """Remove the datapoints appended after a mark."""
-        length, num_round = mark
+        """Undo all changes since a point."""
+        length, num_round, opened = mark
+        self.ways, self._name, self._round_rows, self._round_labels, self._round_start = opened
         self.store.cut(length)
         for name in self._ids[length:]:
             self._row_of.pop(name, None)

@@ -43,7 +43,6 @@ class TaskBuffer:
         self.weights, self.max_tasks = weights, max_tasks
         self.store = Rows(self.device)
         self._entries = Entries()
-        self._base = 0
 
     # One round: begin, append, draw.
 
@@ -148,13 +147,18 @@ class TaskBuffer:
         """Make all changes so far permanent, and return this point for `rollback`."""
         self._regroup()
         self._entries.mark()
-        self._base = self.store.length
-        return self.num_datapoints, len(self), self.seen, self._entries.open
+        return self.point()
+
+    def point(self) -> tuple[Any, ...]:
+        """This point for `rollback`, within the changes since the latest mark."""
+        return self.store, self.store.length, self._entries, self._entries.point()
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
-        """Undo all changes since the latest mark, which is the argument."""
-        self._entries.rollback()
-        self.store.cut(self._base)
+        """Undo all changes since a point."""
+        store, length, entries, point = mark
+        entries.rollback(point)
+        store.cut(length)
+        self.store, self._entries = store, entries
 
     # Tasks by name.
 
@@ -228,7 +232,6 @@ class TaskBuffer:
         if name not in self._entries.by_name:
             raise self._unknown(name)
         self._entries.forget(name)
-        self._entries.mark()
         self._regroup()
 
     def _unknown(self, name: str) -> ValueError:
@@ -284,7 +287,7 @@ class TaskBuffer:
         if "data" in state:
             store = Rows(self.device)
             store.load_state_dict(state)
-        self.store, self._entries, self._base = store, entries, store.length
+        self.store, self._entries = store, entries
 
     # A bounded number of tasks.
 
@@ -306,7 +309,7 @@ class TaskBuffer:
         kept = before.all()
         store, entries = self.store.copy_of(index_of(kept)) if kept else Rows(self.device), before.compacted()
         # One statement: an interrupt comes before or after it.
-        self.store, self._entries, self._base = store, entries, store.length
+        self.store, self._entries = store, entries
 
     def _weights(self, entries: Sequence[Entry], which: Which) -> np.ndarray | None:
         """Weights of some of the tasks kept; None if they are uniform."""

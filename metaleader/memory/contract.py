@@ -114,11 +114,15 @@ class Memory(Protocol):
         ...
 
     def mark(self) -> tuple[Any, ...]:
-        """A point to return to with `rollback`."""
+        """Make all changes so far permanent; returns a point for `rollback`."""
+        ...
+
+    def point(self) -> tuple[Any, ...]:
+        """A point for `rollback`, within the changes since the latest mark."""
         ...
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
-        """Remove the datapoints appended after a mark."""
+        """Undo all changes since a point."""
         ...
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:

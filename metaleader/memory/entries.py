@@ -48,12 +48,10 @@ class Entry:
             self._extend(np.asarray(rows))
         self.count += len(rows)
 
-    def absorb(self, other: Entry) -> Callable[[], None]:
-        """Add the rows of another entry; returns a function that undoes it."""
-        count = self.count
+    def absorb(self, other: Entry) -> None:
+        """Add the rows of another entry; setting `count` back undoes it."""
         self._extend(other.rows())
         self.count += other.count
-        return lambda: setattr(self, "count", count)
 
     def copy(self, name: str, merged: bool) -> Entry:
         """A copy with another name and kind, that does not change with this one."""
@@ -143,11 +141,15 @@ class Entries:
         """Make all changes so far permanent."""
         self._undo = []
 
-    def rollback(self) -> None:
-        """Undo all changes since the mark."""
-        for undo in reversed(self._undo):
+    def point(self) -> int:
+        """The number of changes since the mark."""
+        return len(self._undo)
+
+    def rollback(self, point: int) -> None:
+        """Undo all changes since a point."""
+        for undo in reversed(self._undo[point:]):
             undo()
-        self._undo = []
+        del self._undo[point:]
 
     def begin(self, name: str) -> None:
         """Open a round without data, and close the one before."""
@@ -174,11 +176,11 @@ class Entries:
             self._enter(entry)
             return
         entry, *others = entries
-        was_drawn, was_merged = self._is_drawn(entry), entry.merged
-        self._undo.append(lambda: setattr(entry, "merged", was_merged))
+        was_drawn, was_merged, count = self._is_drawn(entry), entry.merged, entry.count
+        self._undo.append(lambda: (setattr(entry, "merged", was_merged), setattr(entry, "count", count)))
         entry.merged = True
         for other in others:
-            self._undo.append(entry.absorb(other))
+            entry.absorb(other)
             self.drop(other, holes=0)
             self.removed += 1
         self._add(entry, rows)

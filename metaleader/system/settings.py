@@ -1,0 +1,85 @@
+"""Settings of torch and of the process that a call changes and restores, also if an interrupt ends its clean-up early.
+
+Python may raise KeyboardInterrupt between any two calls, and so also at the begin of an `__exit__`, whose work is then
+not done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+_C: Any = torch._C
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Thread(NamedTuple):
+    """The settings of torch that each thread has for itself."""
+
+    gradients: bool
+    forward_gradients: bool
+    threads_of_backward: bool
+    saved_tensors: str | None
+    overrides: Any
+    function_modes: int
+    transforms: int
+
+    @classmethod
+    def now(cls) -> _Thread:
+        """The settings of this thread."""
+        return cls(
+            _C.is_grad_enabled(),
+            _C._is_fwd_grad_enabled(),
+            _C._is_multithreading_enabled(),
+            _C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+            _C._get_torch_function_state(),
+            _C._len_torch_function_stack(),
+            _C._functorch.get_dynamic_layer_stack_depth(),
+        )
+
+    def restore(self) -> None:
+        """Make them those of this thread again, and leave `torch.func` transforms that were entered since."""
+        if _C._functorch.get_dynamic_layer_stack_depth() > self.transforms:
+            _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(self.transforms)
+        while _C._len_torch_function_stack() > self.function_modes:
+            _C._pop_torch_function_stack()
+        _C._set_torch_function_state(self.overrides)
+        _C._set_grad_enabled(self.gradients)
+        _C._set_fwd_grad_enabled(self.forward_gradients)
+        _C._set_multithreading_enabled(self.threads_of_backward)
+        if self.saved_tensors is None:
+            _C._autograd._saved_tensors_hooks_enable()
+        else:
+            _C._autograd._saved_tensors_hooks_disable(self.saved_tensors)
+
+
+def keeps_settings(function: F) -> F:
+    """Decorate a function so that torch's settings of the thread are as before the call if it raises anything."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        before = _Thread.now()
+        try:
+            return function(*arguments, **options)
+        except BaseException:
+            before.restore()
+            raise
+
+    return cast(F, call)
+
+
+@contextlib.contextmanager
+def restoring(restore: Callable[[], object]) -> Iterator[None]:
+    """Call a function at the end of the context, twice, since an interrupt may end the first call early."""
+    try:
+        try:
+            yield
+        finally:
+            restore()
+    finally:
+        restore()
