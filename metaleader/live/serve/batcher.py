@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from metaleader.learners.inputs import inputs_of
+from metaleader.learners.data import inputs_of
 from metaleader.learners.learner import Learner
 from metaleader.learners.prediction import run_model
 from metaleader.memory.by_task import TaskBuffer

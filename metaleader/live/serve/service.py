@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from metaleader.learners.inputs import batch_of
+from torch import Tensor
+
 from metaleader.live.replica import Replica
 from metaleader.live.serve.batcher import Batcher, Known, Predicted
 from metaleader.live.serve.bodies import rows_of, tree_of
@@ -20,7 +21,7 @@ from metaleader.live.serve.history import History
 from metaleader.live.serve.metrics import Metrics
 from metaleader.live.session import Session
 from metaleader.memory.by_task import TaskBuffer
-from metaleader.tasks import Tree, num_rows, tensors_of
+from metaleader.tasks import Tree, as_tensors, num_rows, tensors_of, to_device
 
 _log = logging.getLogger("metaleader")
 _T = TypeVar("_T")
@@ -269,7 +270,10 @@ class Service:
         """Measure the error of predictions made before their targets were stored, as they are now."""
         learner = self.source.learner
         try:
-            target = batch_of(learner, y, y, "observe").y  # in the form of the stored targets
+            target = to_device(as_tensors(y, "y", learner.state.flat.dtype), learner.device)
+            stored = learner.memory.store.data
+            if isinstance(target, Tensor) and stored is not None and target.ndim < stored.y.ndim:
+                target = target[:, None]  # as the learner stores it
             adapted, unadapted = (
                 float(learner.network.mean_loss(y, target)) for y in (predicted.y, predicted.unadapted)
             )
