@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from metaleader.nets import norms
+from metaleader.nets import attention, norms
 
 
 def _instance_norm(
@@ -49,6 +49,8 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.instance_norm: _instance_norm,
     F.batch_norm: norms.batch_norm,
     torch.batch_norm: _batch_norm,
+    F.scaled_dot_product_attention: attention.scaled_dot_product_attention,
+    F.multi_head_attention_forward: attention.multi_head_attention_forward,
 }
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.gradient.selection import Params
 from metaleader.models import TaskLogits
-from metaleader.nets import norms
+from metaleader.nets import attention, norms, recurrent
 from metaleader.nets.layers import BatchNorm, Conv2d, Linear, SeededDropout
 from metaleader.tasks import Batch, Tree, as_array
 
@@ -29,6 +29,15 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.InstanceNorm1d: norms.InstanceNorm1d,
     nn.InstanceNorm2d: norms.InstanceNorm2d,
     nn.InstanceNorm3d: norms.InstanceNorm3d,
+    nn.MultiheadAttention: attention.MultiheadAttention,
+    nn.TransformerEncoder: attention.TransformerEncoder,
+    nn.TransformerDecoder: attention.TransformerDecoder,
+    nn.RNN: recurrent.RNN,
+    nn.GRU: recurrent.GRU,
+    nn.LSTM: recurrent.LSTM,
+    nn.RNNCell: recurrent.RNNCell,
+    nn.GRUCell: recurrent.GRUCell,
+    nn.LSTMCell: recurrent.LSTMCell,
 }
 _ORIGINALS = {replacement: original for original, replacement in _CLASSES.items()} | {Linear: nn.Linear}
 
@@ -51,8 +60,9 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
             raise ValueError(f"layer {name!r} is {type(layer).__name__}, which cannot be replayed; use nn.Dropout")
         if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
             raise ValueError(f"layer {name!r} keeps running statistics; build it with track_running_stats=False")
-        if isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0:
-            raise ValueError(f"layer {name!r}: set dropout=0 in MultiheadAttention and use nn.Dropout after it")
+        if isinstance(layer, nn.MultiheadAttention | nn.RNNBase) and layer.dropout > 0 and type(layer) not in _CLASSES:
+            base = next(base for base in type(layer).__mro__ if base in _CLASSES)
+            raise ValueError(f"layer {name!r} is a subclass of {base.__name__} with dropout; set its dropout=0")
     if not any(True for _ in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameters to learn")
     module = copy.deepcopy(module).train()
@@ -60,6 +70,8 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
     tracked = []
     replaced: dict[nn.Module, nn.Module] = {}
     for name, layer in list(module.named_modules()):
+        if type(layer) in _CLASSES:
+            _replace_class(layer)
         if layer._forward_hooks or layer._forward_pre_hooks:
             continue
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and type(layer) in _BATCH_NORMS:
@@ -68,8 +80,6 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
             replaced[layer] = BatchNorm(layer)
         elif type(layer) is nn.Conv2d and Conv2d.replaces(layer):
             replaced[layer] = Conv2d(layer)
-        elif type(layer) in _CLASSES:
-            layer.__class__ = _CLASSES[type(layer)]  # pyright: ignore[reportAttributeAccessIssue]
         elif type(layer) is nn.Linear and device is not None and torch.device(device).type == "cuda":
             layer.__class__ = Linear
         elif isinstance(layer, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
@@ -86,6 +96,20 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
             stacklevel=4,
         )
     return replaced.get(module, module).to(device)
+
+
+def _replace_class(layer: nn.Module) -> None:
+    """Replace the class of one of torch's layers, and give it a layer for its dropout."""
+    layer.__class__ = _CLASSES[type(layer)]  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(layer, attention.MultiheadAttention | nn.RNNBase):
+        layer.seeded_dropout = SeededDropout(layer.dropout, False) if layer.dropout > 0 else None
+
+
+def _restore_class(layer: nn.Module) -> None:
+    """The inverse of `_replace_class`."""
+    layer.__class__ = _ORIGINALS[type(layer)]  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
+        del layer.seeded_dropout
 
 
 @torch.no_grad()
@@ -112,17 +136,20 @@ def adapted_copy(
     if statistics not in ("task", "batch"):
         raise ValueError(f"statistics must be 'task' or 'batch', got {statistics!r}")
     net = copy.deepcopy(module)
-    for layer in net.modules():
+    for layer in list(net.modules()):
         if type(layer) in _ORIGINALS:
-            layer.__class__ = _ORIGINALS[type(layer)]
+            _restore_class(layer)
         elif isinstance(layer, TaskLogits) and classes is not None:
             layer.classes = classes
     for name, value in net.named_parameters():
         value.requires_grad_(True).copy_(params[name])
+    for layer in net.modules():
+        if isinstance(layer, nn.RNNBase):
+            layer.flatten_parameters()  # as cuDNN wants them
     net.eval()
-    norms = [layer for layer in net.modules() if isinstance(layer, BatchNorm)]
-    if norms and statistics == "task" and data is not None:
-        for norm in norms:
+    batch_norms = [layer for layer in net.modules() if isinstance(layer, BatchNorm)]
+    if batch_norms and statistics == "task" and data is not None:
+        for norm in batch_norms:
             norm.keep_next = True
         net(preprocess(data.x))
     shown = data or example

@@ -328,18 +328,20 @@ class Network:
 
             return grad(squared)(params)
 
-        two_tasks = tree_map(lambda leaf: torch.stack([leaf, leaf]), (params, batch))
+        two_params, two_batches = (tree_map(lambda leaf: torch.stack([leaf, leaf]), tree) for tree in (params, batch))
         try:
-            with plain_attention():
-                vmap(curvature)(*two_tasks, *noise)
-            for name, buffer in self.module.named_buffers():
-                if buffer is not buffers[name][0] or buffer._version != buffers[name][1]:
-                    raise ValueError(f"its forward changes the buffer {name!r}")
+            # The first inner step starts from parameters that all tasks share.
+            for own_params, in_dim in ((two_params, 0), (params, None)):
+                with plain_attention():
+                    vmap(curvature, in_dims=(in_dim, 0) + (0,) * len(noise))(own_params, two_batches, *noise)
+                for name, buffer in self.module.named_buffers():
+                    if buffer is not buffers[name][0] or buffer._version != buffers[name][1]:
+                        raise ValueError(f"its forward changes the buffer {name!r}")
         except Exception as error:
             raise ValueError(
                 f"{type(self.module).__name__} cannot be run as a pure function of its parameters, batched over tasks"
                 f" and differentiated twice: {_first_line(error)}. Layers must not draw random numbers of their"
-                " own (nn.Dropout is handled), change buffers, or branch on values; recurrent layers work as cells"
+                " own (nn.Dropout is handled), change buffers, or branch on values"
             ) from error
 
 

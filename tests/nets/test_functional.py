@@ -349,27 +349,6 @@ def test_dicts_and_tuples_of_inputs(kind: str):
     assert torch.isfinite(loss)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_attention_layers_of_torch(dropout: float):
-    class Encoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=dropout, batch_first=True)
-            self.layer.self_attn.dropout = 0.0
-            self.head = nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.layer(x).mean(1))
-
-    x = normal("tokens", 6, 5, 4)
-    module = Encoder().double()
-    network = Network(module, losses.cross_entropy)
-    network.check(network.params(), Batch(x, Y), "observe")
-    net = network.adapted(network.params(), Batch(x, Y))
-    assert_close(net(x).detach(), module.eval()(x).detach(), 1e-10)
-    assert_close(net(x[0]).detach(), net(x)[0].detach(), 1e-10)
-
-
 # What is refused.
 
 
@@ -434,7 +413,6 @@ def test_a_layer_that_cannot_be_made_functional():
         (lambda: nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2)), "layer '1' is lazy .* call the model on one batch"),
         (lambda: nn.Sequential(nn.Linear(3, 2), nn.AlphaDropout()), "layer '1' is AlphaDropout.*use nn.Dropout"),
         (lambda: nn.Sequential(nn.Linear(3, 2), nn.FeatureAlphaDropout()), "FeatureAlphaDropout"),
-        (lambda: nn.MultiheadAttention(4, 2, dropout=0.1), "set dropout=0 in MultiheadAttention"),
         (lambda: nn.Sequential(nn.Flatten(), nn.ReLU()), "Sequential has no parameters to learn"),
         (lambda: "a net", "must be an nn.Module, .* got str"),
     ],
