@@ -23,6 +23,7 @@ from metaleader.system.machine import keep_memory
 # Aliases keep `metaleader.cli.bench` and the others modules.
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": runs.run,
+    "grid": runs.grid,
     "resume": runs.resume,
     "join": runs.join,
     "report": runs.report,

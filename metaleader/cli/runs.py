@@ -1,4 +1,4 @@
-"""The commands for run folders: `run`, `resume`, `join`, `report` and `verify`."""
+"""The commands for run folders: `run`, `grid`, `resume`, `join`, `report` and `verify`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from metaleader.report.claims import check_claims
 from metaleader.report.page import report_runs
 from metaleader.runner import RunOptions, join_experiments, resume_experiment, run_experiment
+from metaleader.runner.grid import Workers, cell_folders, is_grid, resume_grid, run_grid
 
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -33,21 +34,54 @@ def run(
         options: the experiment and how it is run.
         out: The run folder; runs/NAME if not given, NAME being that of the preset or of the file.
     """
-    run_experiment(options, out or Path("runs") / Path(options.experiment).name.removesuffix(".py"))
+    run_experiment(options, out or _folder_of(options))
+
+
+def grid(
+    options: Annotated[RunOptions, tyro.conf.arg(name="")] = RunOptions(),  # noqa: B008
+    workers: Annotated[Workers, tyro.conf.arg(name="")] = Workers(),  # noqa: B008
+    *,
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
+) -> int:
+    """Run an experiment once per combination of settings: --set ftml.inner_lr=0.01,0.03,0.1 --set order=random,similar.
+
+    Each combination is a cell, a run folder in DIR. Commas separate values; values that are lists are in brackets:
+    --set steps=[5,1],[10,1]. `metaleader resume DIR` continues a grid.
+
+    Args:
+        options: the experiment and how its runs are made.
+        workers: where the cells run.
+        out: The folder of the grid; runs/NAME-grid if not given.
+
+    Returns:
+        The exit status: 1 if a cell failed.
+    """
+    folder = _folder_of(options)
+    return 1 if run_grid(options, workers, out or folder.with_name(f"{folder.name}-grid")) else 0
+
+
+def _folder_of(options: RunOptions) -> Path:
+    return Path("runs") / Path(options.experiment).name.removesuffix(".py")
 
 
 def resume(
     folder: Folder,
     *,
     experiment: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
-) -> None:
+) -> int:
     """Continue a run that was stopped by Ctrl-C, a kill or a power failure; the result is the same as without the stop.
 
     Args:
-        folder: the run folder.
+        folder: the folder of a run or of a grid.
         experiment: the experiment file of the run, if it has moved; it must be unchanged.
+
+    Returns:
+        The exit status: 1 if a cell of a grid failed.
     """
+    if is_grid(folder):
+        return 1 if resume_grid(folder, experiment) else 0
     resume_experiment(folder, experiment)
+    return 0
 
 
 def join(folders: Folders, *, out: Annotated[Path, tyro.conf.arg(metavar="NEW")]) -> None:
@@ -69,9 +103,11 @@ def report(
     """Compare runs in one self-contained HTML page: figures, tables, checks of claims, configuration.
 
     Args:
-        folders: run folders, finished or not.
+        folders: folders of runs and grids, finished or not.
         out: the page to write; report.html in the first folder if not given.
     """
+    out = folders[0] / "report.html" if out is None and folders and is_grid(folders[0]) else out
+    folders = tuple(cell for folder in folders for cell in (cell_folders(folder) if is_grid(folder) else [folder]))
     # `runs/*` may match folders without a run: they are skipped, unless there is no run at all.
     runs = [folder for folder in folders if (folder / "records.csv").is_file()] or list(folders)
     for folder in folders:

@@ -64,7 +64,7 @@ def with_settings(experiment: Experiment, texts: Iterable[str], methods: Sequenc
     seen: set[str] = set()
     for text in texts:
         path, value = parse_setting(text)
-        group, name, old = _find(experiment, path, methods, f"--set {text}")
+        group, name, old = find_setting(experiment, path, methods, f"--set {text}")
         if (path := f"{group}.{name}" if group else name) in seen:
             raise ValueError(f"--set {text}: {path} is set twice; leave one out")
         seen.add(path)
@@ -117,8 +117,11 @@ def method_settings(experiment: Experiment, name: str) -> dict[str, Any]:
     return {n: v for n, v in (values | method.options).items() if n not in (*_RUN, *_FUNCTIONS)}
 
 
-def _find(experiment: Experiment, path: str, methods: Sequence[str], where: str) -> tuple[str, str, Any]:
-    """The group of a path ("" for sizes), the name in it, and the present value."""
+def find_setting(experiment: Experiment, path: str, methods: Sequence[str], where: str) -> tuple[str, str, Any]:
+    """The group of a path ("" for sizes), the name in it, and the present value.
+
+    A path without a dot is a size of the experiment, else a setting of the stream, else one of all methods.
+    """
     group, dot, name = path.partition(".")
     if not dot:
         stream = group_settings(experiment, "stream")
@@ -127,7 +130,12 @@ def _find(experiment: Experiment, path: str, methods: Sequence[str], where: str)
             return "", path, getattr(experiment, path)
         if path in stream or (path not in _RUN and takes_any(experiment.stream)):
             return "stream", path, stream.get(path)
+        takes = [] if path in _RUN else [method_settings(experiment, method) for method in methods]
+        for options in takes:
+            if path in options:
+                return ALL, path, options[path]
         names = [*SIZES, *stream, *(f"{group}.NAME" for group in (*GROUPS, ALL, *methods))]
+        names += dict.fromkeys(option for options in takes for option in options)
         raise ValueError(f"{where}: {_refusal('setting', path, names)}")
     if group == ALL:
         takes = [method_settings(experiment, method) for method in methods]

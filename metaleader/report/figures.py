@@ -24,7 +24,7 @@ from metaleader.report.records import Records
 from metaleader.system.files import write_drawn
 
 # The salt replaces random ids in SVG files, so that the same records give the same bytes.
-_LOOK: Any = {"svg.hashsalt": "metaleader", "font.size": 10, "axes.labelsize": 10, "axes.linewidth": 0.8}
+LOOK: Any = {"svg.hashsalt": "metaleader", "font.size": 10, "axes.labelsize": 10, "axes.linewidth": 0.8}
 
 
 def draw_figures(
@@ -54,7 +54,7 @@ def draw_figures(
 
 def draw_panels(panels: Sequence[Panel], path: Path) -> list[Path]:
     """Draw panels in a row; `path` has no suffix. Returns the PNG and the SVG."""
-    with matplotlib.rc_context(_LOOK):
+    with matplotlib.rc_context(LOOK):
         single = len(panels) < 2
         figure = Figure(figsize=(5.6, 4.4) if single else (1.0 + 3.7 * len(panels), 3.9), layout="constrained")
         figure.set_layout_engine("constrained", w_pad=0.08, wspace=0.03)
@@ -64,7 +64,7 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> list[Path]:
         curves = {curve.method: curve for panel in panels for curve in panel.curves}
         if curves:
             handles: list[Any] = [
-                Line2D([], [], label=_plain(curve.style.label), **_line(curve.style), markersize=5.5)
+                Line2D([], [], label=plain_label(curve.style.label), **_line(curve.style), markersize=5.5)
                 for curve in curves.values()
             ]
             if any(np.isfinite(curve.error).any() for curve in curves.values()):
@@ -102,10 +102,10 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     if panel.x_log:
         axes.set_xscale("log")
-        _plain_ticks(axes.xaxis)
+        plain_ticks(axes.xaxis)
     if panel.y_log:
         axes.set_yscale("log")
-        _plain_ticks(axes.yaxis)
+        plain_ticks(axes.yaxis)
     if panel.zero:
         axes.set_ylim(bottom=0)
     if panel.limit is not None:
@@ -136,7 +136,7 @@ def _show_censoring(axes: Axes, panel: Panel) -> None:
     axes.set_ylim(0, panel.limit * 1.42)
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick < 0.94 * panel.limit] + [panel.limit])
     solved = "   ".join(
-        f"{_plain(curve.style.label)} {curve.solved:.0%}".replace(" ", "\xa0") for curve in panel.curves
+        f"{plain_label(curve.style.label)} {curve.solved:.0%}".replace(" ", "\xa0") for curve in panel.curves
     )
     lines = [line.replace("\xa0", " ") for line in textwrap.wrap(f"solved:\xa0{solved}", 47)]
     if any(curve.censored.any() for curve in panel.curves):
@@ -144,7 +144,7 @@ def _show_censoring(axes: Axes, panel: Panel) -> None:
     axes.text(0.02, 0.995, "\n".join(lines), transform=axes.transAxes, va="top", fontsize=7.5, color="#333333")
 
 
-def _plain(label: str) -> str:
+def plain_label(label: str) -> str:
     """A label without meaning to matplotlib: $ begins mathematics there, and _ a line without a legend."""
     return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
 
@@ -154,7 +154,7 @@ def _line(style: Style) -> dict[str, Any]:
     return {"color": style.colour, "marker": style.marker, "linestyle": linestyle, "linewidth": 1.5}
 
 
-def _plain_ticks(axis) -> None:
+def plain_ticks(axis) -> None:
     """Put ticks at 1, 2 and 5 of each decade, without exponents."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

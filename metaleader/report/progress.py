@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from metaleader.evaluate import Record
@@ -62,6 +62,68 @@ class Display:
             left = float(np.mean(self._seconds)) * (self._rounds - self._played - len(self._seconds))
             line = f"{self._label}: {self._note}, {duration(left)} left"
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class CellsDisplay:
+    """Shows the progress of the cells of a grid: bars on a terminal, otherwise a line when a cell begins and ends.
+
+    Args:
+        console: where it is shown.
+        rounds: the number of rounds of each cell.
+    """
+
+    def __init__(self, console: Console, rounds: Mapping[str, int]) -> None:
+        self._console, self._rounds, self._played = console, dict(rounds), dict.fromkeys(rounds, 0)
+        self._ended: set[str] = set()
+        self._cells: dict[str, TaskID] = {}
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[note]}", markup=False),
+            TimeRemainingColumn(compact=True),
+        )
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+
+    @property
+    def running(self) -> set[str]:
+        """The cells that have begun and not ended."""
+        return set(self._cells)
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        total = max(1, sum(self._rounds.values()))
+        self._all = self._bars.add_task("all cells", total=total, note=f"0/{len(self._rounds)} cells")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def event(self, cell: str, kind: str, text: str) -> None:
+        """Show that a cell began, began again, ended or failed."""
+        if kind in ("began", "again"):
+            if cell not in self._cells:
+                self._cells[cell] = self._bars.add_task(escape(cell), total=max(1, self._rounds[cell]), note="")
+        else:
+            self._ended.add(cell)
+            if cell in self._cells:
+                self._bars.remove_task(self._cells.pop(cell))
+            if kind == "ended":
+                self.progress({cell: self._rounds[cell]})
+        words = {"began": "began", "again": "continues after its process was killed", "ended": "finished"}
+        line = f"{cell}: {words.get(kind, 'failed')}{f': {text}' if text else ''}"
+        if kind != "began" or not self._console.is_terminal:
+            count = f" ({len(self._ended)}/{len(self._rounds)})" if kind in ("ended", "failed") else ""
+            self._console.print(line + count, highlight=False, markup=False, soft_wrap=True)
+        self._bars.update(self._all, note=f"{len(self._ended)}/{len(self._rounds)} cells")
+
+    def progress(self, played: Mapping[str, int]) -> None:
+        """Show the numbers of rounds played by some cells."""
+        for cell, number in played.items():
+            self._played[cell] = number
+            if cell in self._cells:
+                note = f"round {number}/{self._rounds[cell]}"
+                self._bars.update(self._cells[cell], completed=number, note=note)
+        self._bars.update(self._all, completed=sum(self._played.values()))
 
 
 def result_table(run: LoadedRun) -> Table:

@@ -7,7 +7,7 @@ import functools
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from metaleader.engine.determinism import seeded
 from metaleader.engine.engine import Engine
 from metaleader.evaluate import Record, has_labels, play_together, preload
 from metaleader.experiments.description import changes
+from metaleader.experiments.files import Source
 from metaleader.learners import Learner
 from metaleader.losses import takes_labels, unsmoothed
 from metaleader.report.figures import draw_figures
@@ -65,7 +66,7 @@ def resume_experiment(folder: Path, file: Path | None = None, on_record: OnRecor
         on_record: as in `run_experiment`.
     """
     with Run(folder) as run:
-        found = _experiment_file(run, file)
+        found = experiment_file(folder, run.config, file, run.finished())
         if found is not None and not found.exists() and run.finished():
             print(f"note: the experiment file {found} is missing")
         else:
@@ -232,27 +233,32 @@ def _options_of(config: Config, file: Path | None) -> RunOptions:
     return RunOptions(**given)
 
 
-def _experiment_file(run: Run, given: Path | None) -> Path | None:
-    """The experiment file of a run: the one named, or where it was; None for a preset."""
-    was = run.config["file"]
+def experiment_file(folder: Path, config: Mapping[str, Any], given: Path | None, finished: bool) -> Path | None:
+    """The experiment file of a folder: the one named, or where it was; None for a preset.
+
+    Args:
+        folder: a folder of a run, or of a grid.
+        config: its configuration.
+        given: the file that was named.
+        finished: whether the file may be missing.
+    """
+    was = config["file"]
     if was is None:
         if given is not None:
-            raise ValueError(
-                f"{run.folder} is a run of the preset {run.config['experiment']!r}; leave --experiment out"
-            )
+            raise ValueError(f"{folder} is a run of the preset {config['experiment']!r}; leave --experiment out")
         return None
     if given is not None:
         return given
     file = Path(was)
-    if not file.is_absolute() or run.folder.resolve() in file.resolve().parents:
+    if not file.is_absolute() or folder.resolve() in file.resolve().parents:
         raise ValueError(
-            f"{was}, the experiment of {run.folder}, is in the run folder, from which nothing is executed unless it is"
-            f" named: metaleader resume {run.folder} --experiment {was}"
+            f"{was}, the experiment of {folder}, is in the run folder, from which nothing is executed unless it is"
+            f" named: metaleader resume {folder} --experiment {was}"
         )
-    if not file.exists() and not run.finished():
+    if not file.exists() and not finished:
         raise FileNotFoundError(
-            f"{was}, the experiment of {run.folder}, is missing; name it with"
-            f" `metaleader resume {run.folder} --experiment FILE`"
+            f"{was}, the experiment of {folder}, is missing; name it with"
+            f" `metaleader resume {folder} --experiment FILE`"
         )
     return file
 
@@ -263,19 +269,24 @@ def _check_unchanged(then: Config, plan: Plan) -> None:
     changed = changes(then, plan.description, plan.tasks, plan.experiment, plan.methods)
     if changed:
         raise ValueError(f"{what} has changed since the run began: {'; '.join(changed)}; start a new run")
-    hashes = {} if plan.source.file is None else {plan.source.file.name: (then["sha256"], plan.source.sha256)}
-    names = sorted({*then["imports"], *plan.source.imports})
-    hashes |= {name: (then["imports"].get(name), plan.source.imports.get(name)) for name in names}
+    check_code(what, then, plan.source)
+    now = json.loads(json.dumps(_place(plan)))
+    for name in ("hardware", "versions", "commit"):
+        if then[name] != now[name]:
+            print(f"note: {name} was {then[name]}, now {now[name]}: numbers may differ in the last bits")
+
+
+def check_code(what: str, then: Mapping[str, Any], source: Source) -> None:
+    """Raise ValueError if an experiment file, or a module beside it, has another hash than in a configuration."""
+    hashes = {} if source.file is None else {source.file.name: (then["sha256"], source.sha256)}
+    names = sorted({*then["imports"], *source.imports})
+    hashes |= {name: (then["imports"].get(name), source.imports.get(name)) for name in names}
     for name, (before, now) in hashes.items():
         if before != now:
             raise ValueError(
                 f"{what} has changed since the run began: no setting differs, but the code of {name} does (SHA-256"
                 f" {str(before)[:12]}, now {str(now)[:12]}); restore it, or start a new run"
             )
-    now = json.loads(json.dumps(_place(plan)))
-    for name in ("hardware", "versions", "commit"):
-        if then[name] != now[name]:
-            print(f"note: {name} was {then[name]}, now {now[name]}: numbers may differ in the last bits")
 
 
 def _place(plan: Plan) -> dict[str, Any]:
