@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -135,10 +136,9 @@ def play_on_ray(cells: Sequence[Cell], gpus: float | None, retries: int) -> Gene
 def import_ray() -> Any:
     """The module ray, or an error that says how to install it."""
     try:
-        import ray
+        return importlib.import_module("ray")
     except ImportError as error:
         raise ImportError("--on ray needs Ray; install metaleader[ray], or leave it out") from error
-    return ray
 
 
 @contextlib.contextmanager

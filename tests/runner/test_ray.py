@@ -39,11 +39,9 @@ def file(tmp_path):
 @pytest.fixture(scope="module")
 def cluster():
     """Three nodes with one CPU each; starting them takes most of a minute."""
-    pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
+    ray = pytest.importorskip("ray.cluster_utils")
     small = {"num_cpus": 1, "object_store_memory": 100_000_000}
-    cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    cluster = ray.Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
     nodes = [cluster.add_node(**small) for _ in range(2)]
     cluster.wait_for_nodes()
     yield cluster, nodes
