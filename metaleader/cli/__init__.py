@@ -18,12 +18,14 @@ from metaleader.cli.serve import serve as _serve
 from metaleader.cli.show import show as _show
 from metaleader.cli.status import status as _status
 from metaleader.cli.theory import theory as _theory
+from metaleader.cli.tune import tune as _tune
 from metaleader.system.machine import keep_memory
 
 # Aliases keep `metaleader.cli.bench` and the others modules.
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": runs.run,
     "grid": runs.grid,
+    "tune": _tune,
     "resume": runs.resume,
     "join": runs.join,
     "report": runs.report,

@@ -16,6 +16,7 @@ from metaleader.report.claims import check_claims
 from metaleader.report.page import report_runs
 from metaleader.runner import RunOptions, join_experiments, resume_experiment, run_experiment
 from metaleader.runner.grid import Workers, cell_folders, is_grid, resume_grid, run_grid
+from metaleader.runner.tune import is_tune, resume_tune
 
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -72,7 +73,7 @@ def resume(
     """Continue a run that was stopped by Ctrl-C, a kill or a power failure; the result is the same as without the stop.
 
     Args:
-        folder: the folder of a run or of a grid.
+        folder: the folder of a run, of a grid or of `metaleader tune`.
         experiment: the experiment file of the run, if it has moved; it must be unchanged.
 
     Returns:
@@ -80,7 +81,10 @@ def resume(
     """
     if is_grid(folder):
         return 1 if resume_grid(folder, experiment) else 0
-    resume_experiment(folder, experiment)
+    if is_tune(folder):
+        resume_tune(folder, experiment)
+    else:
+        resume_experiment(folder, experiment)
     return 0
 
 

@@ -66,7 +66,7 @@ def resume_experiment(folder: Path, file: Path | None = None, on_record: OnRecor
         on_record: as in `run_experiment`.
     """
     with Run(folder) as run:
-        found = experiment_file(folder, run.config, file, run.finished())
+        found = experiment_file(folder, run.config, file, run.finished)
         if found is not None and not found.exists() and run.finished():
             print(f"note: the experiment file {found} is missing")
         else:
@@ -136,7 +136,7 @@ def _play_method(
         updates = plan.tasks * (experiment.reveals or 0) * learners[0].updates_per_reveal
         line = f"{updates} updates, {line}"
     display.begin(method, played, line if saved is None else f"{line}, from round {played + 1} on")
-    play = functools.partial(_round, method, plan, learners, streams)
+    play = functools.partial(play_round, method, plan, learners, streams)
     if saved is not None and has_state:
         for learner, stream, state in zip(learners, streams, saved["state"]["learners"], strict=True):
             preload(learner, stream, played, experiment.reveal * (experiment.reveals or 1))
@@ -160,7 +160,9 @@ def _play_method(
         started = time.perf_counter()
 
 
-def _round(method: str, plan: Plan, learners: Sequence[Any], streams: Sequence[View], t: int) -> Iterator[list[Record]]:
+def play_round(
+    method: str, plan: Plan, learners: Sequence[Any], streams: Sequence[View], t: int
+) -> Iterator[list[Record]]:
     """Play one round. A user's code that draws from global generators draws the same in a run that is resumed."""
     experiment = plan.experiment
     start = int(rng(f"round of {method}", plan.options.first_seed, t).integers(2**62))
@@ -233,14 +235,16 @@ def _options_of(config: Config, file: Path | None) -> RunOptions:
     return RunOptions(**given)
 
 
-def experiment_file(folder: Path, config: Mapping[str, Any], given: Path | None, finished: bool) -> Path | None:
+def experiment_file(
+    folder: Path, config: Mapping[str, Any], given: Path | None, finished: Callable[[], bool] = lambda: False
+) -> Path | None:
     """The experiment file of a folder: the one named, or where it was; None for a preset.
 
     Args:
         folder: a folder of a run, or of a grid.
         config: its configuration.
         given: the file that was named.
-        finished: whether the file may be missing.
+        finished: whether it is finished; the file may then be missing.
     """
     was = config["file"]
     if was is None:
@@ -255,7 +259,7 @@ def experiment_file(folder: Path, config: Mapping[str, Any], given: Path | None,
             f"{was}, the experiment of {folder}, is in the run folder, from which nothing is executed unless it is"
             f" named: metaleader resume {folder} --experiment {was}"
         )
-    if not file.exists() and not finished:
+    if not file.exists() and not finished():
         raise FileNotFoundError(
             f"{was}, the experiment of {folder}, is missing; name it with"
             f" `metaleader resume {folder} --experiment FILE`"

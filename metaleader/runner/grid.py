@@ -109,7 +109,7 @@ def run_grid(options: RunOptions, workers: Workers, folder: Path) -> int:
         make_folder(folder)
     except OSError as error:
         raise OSError(f"cannot write the folder {folder}: {error.strerror}; choose another") from error
-    with _locked(folder):
+    with locked(folder):
         write_atomic(folder / "grid.json", json.dumps(config, indent=2).encode() + b"\n")
         return _play(folder, config, plans)
 
@@ -125,14 +125,14 @@ def resume_grid(folder: Path, file: Path | None = None) -> int:
         The number of cells that failed.
     """
     config = read_grid(folder)
-    with _locked(folder):
+    with locked(folder):
         finished = all(cell.is_finished() for cell in _cells(folder, config, {}) if cell.folder.exists())
         finished = finished and all((folder / name).exists() for name in config["cells"])
         if finished:
             print(f"{folder} is finished: there is nothing to resume")
             _finish(folder, config)
             return 0
-        found = experiment_file(folder, config, file, finished)
+        found = experiment_file(folder, config, file)
         if found is not None:
             config["options"]["experiment"] = str(found.absolute())
         options, workers = _options(config), Workers(**config["workers"])
@@ -269,7 +269,8 @@ def _finish(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder; raises ValueError if another process has locked it."""
     try:
         lock = FolderLock(folder)
     except BlockingIOError as error:

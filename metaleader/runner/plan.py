@@ -27,7 +27,7 @@ from metaleader.system.builders import call_with, explained, unknown
 from metaleader.tasks import Task, TaskStream, num_rows, rng
 
 # On the command line, names of methods are separated by commas.
-_METHODS = tyro.constructors.PrimitiveConstructorSpec(
+METHOD_NAMES = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,
     metavar="METHOD,...",
     instance_from_str=lambda texts: tuple(name.strip() for name in texts[0].split(",") if name.strip()),
@@ -48,7 +48,7 @@ class RunOptions:
     experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[EXPERIMENT]")] = "rainbow-digits"
     """A Python file that defines an experiment (`metaleader new DIR` writes one), or a preset: rainbow-digits,
     rainbow-mnist, cifar100, pose or sinusoid."""
-    methods: Annotated[tuple[str, ...] | None, _METHODS, _no_default("METHOD,...")] = None
+    methods: Annotated[tuple[str, ...] | None, METHOD_NAMES, _no_default("METHOD,...")] = None
     """Names of methods; the default methods of the experiment if not given. `metaleader list` shows all methods."""
     seeds: int = 3
     """Number of seeds, batched; each has its own initialisation, stream and draws."""
