@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def measure_update(
     work: Work,
     device: torch.device,
     compare: bool = False,
-    peers: bool = False,
+    peers: Sequence[str] = (),
     rounds: int | None = None,
     draws: int = 5,
 ) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def measure_update(
         work: the updates to measure.
         device: where they run.
         compare: also time `meta_gradient` and the loop over tasks, for one learner.
-        peers: also time higher and torchopt.
+        peers: also time these libraries, of higher and torchopt.
         rounds: rounds of timing. If None, three on a GPU, where a round is many calls, and with peers, which are slow;
             otherwise five.
         draws: independent draws for the error; 0 skips it.
@@ -75,7 +75,7 @@ def measure_update(
             meta_gradient, objective.network.loss_fn, *first, inner_lr=inner.lr, inner_steps=inner.steps
         )
         functions["loop_ms"] = functools.partial(loop_gradient, work, *first)
-    peer_results = find_peers(work, *first) if peers else {}
+    peer_results = find_peers(work, *first, names=peers) if peers else {}
     timed_peers = [name for name in peer_results if "skipped" not in peer_results[name]]
     functions |= {_key(name): functools.partial(PEERS[name], work, *first) for name in timed_peers}
     times = median_ms(functions, device, rounds)

@@ -52,6 +52,11 @@ class Work:
     regression: bool = False
 
     @property
+    def inner_lr(self) -> float:
+        """The step size of the inner loop."""
+        return INNER_LR
+
+    @property
     def loss(self) -> Loss:
         """The loss, with the paper's label smoothing."""
         return losses.squared_error if self.regression else functools.partial(losses.cross_entropy, smoothing=0.1)
@@ -82,7 +87,7 @@ class Work:
         """A new learner without data: FTML, or TOE if there are no inner steps."""
         common: Any = {"query": self.query, "tasks_per_step": self.tasks, "meta_steps": meta_steps}
         if self.inner_steps:
-            common |= {"inner_lr": INNER_LR, "inner_steps": self.inner_steps, "support": self.support}
+            common |= {"inner_lr": self.inner_lr, "inner_steps": self.inner_steps, "support": self.support}
         kind = FTML if self.inner_steps else TOE
         return kind(self.model, self.loss, seed=seed, device=device, engine=engine, **common)
 

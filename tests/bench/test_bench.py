@@ -250,7 +250,7 @@ def test_peers_are_measured_or_named_as_skipped(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(peers.PEERS, "json", broken)
     monkeypatch.setitem(peers.PEERS, "no_such_peer", broken)
     monkeypatch.setitem(peers.PEERS, "torch", peers.loop_gradient)
-    found = update.measure_update(TINY, CPU, peers=True, rounds=1, draws=0)["peers"]
+    found = update.measure_update(TINY, CPU, peers=list(peers.PEERS), rounds=1, draws=0)["peers"]
     assert found["no_such_peer"]["skipped"].startswith("not installed (No module named 'no_such_peer')")
     assert found["json"] == {"skipped": "RuntimeError: does not run"}
     assert found["torch"]["distance_to_loop"] == 0
@@ -295,16 +295,16 @@ def test_the_last_line_is_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     numbers = {"tasks": 25, "chain_ms": 640.0, "eager_ms": 640.0, "compiled_ms": None, "deep": {"list": [1.5, 2.0]}}
-    monkeypatch.setitem(report.MEASUREMENTS, "meta-step", lambda device, peers: numbers | {"peers": peers})
+    monkeypatch.setitem(report.MEASUREMENTS, "meta-step", lambda device, settings: numbers | {"peers": settings.peers})
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    command("meta-step, memory", device="cpu", peers=True, out=str(tmp_path / "results"))
+    command("meta-step, memory", device="cpu", peers=("higher",), out=str(tmp_path / "results"))
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
     captured = capsys.readouterr()
     lines = captured.out.strip().splitlines()
     result = json.loads(lines[-1])
     assert result["device"].startswith("cpu")
     assert result["torch"] == torch.__version__
-    assert result["meta_step"] == numbers | {"peers": True}
+    assert result["meta_step"] == numbers | {"peers": ["higher"]}
     assert "skipped" in result["memory"]
     assert any("deep.list" in line and "1.5 / 2" in line for line in lines[:-1])
     assert any("chain_ms" in line and "640" in line for line in lines[:-1])
@@ -319,7 +319,7 @@ def test_the_last_line_is_json(
 def test_what_was_measured_before_a_failure_is_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def broken(device: torch.device, peers: bool) -> Any:
+    def broken(device: torch.device, settings: report.Settings) -> Any:
         raise RuntimeError("out of memory")
 
     monkeypatch.setitem(report.MEASUREMENTS, "pose", broken)
@@ -330,10 +330,36 @@ def test_what_was_measured_before_a_failure_is_kept(
 
 
 def test_unknown_measurement() -> None:
-    with pytest.raises(ValueError, match="cannot measure speed; there are meta-step, seeds"):
+    with pytest.raises(ValueError, match="cannot measure speed; there are meta-step, networks, seeds"):
         command("speed")
     with pytest.raises(ValueError, match="cannot measure nothing"):
         command(" , ")
+
+
+def test_peers_by_name() -> None:
+    """A peer that no chosen measurement compares with is rejected; no names are all of them."""
+    assert report.choose_peers(None, ["networks"]) == ()
+    assert report.choose_peers([], ["meta-step"]) == ("higher", "torchopt")
+    assert report.choose_peers(["jax, higher"], ["meta-step", "networks"]) == ("jax", "higher")
+    with pytest.raises(ValueError, match="no peers jax of meta-step; there are higher, torchopt"):
+        command(peers=("jax",))
+    with pytest.raises(ValueError, match="only meta-step and networks have peers"):
+        command("memory", peers=())
+
+
+def test_settings_of_networks_are_used_or_rejected() -> None:
+    with pytest.raises(ValueError, match="networks, limit concern the measurement networks"):
+        command("memory", networks="mlp", limit=5)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"networks": "lstm"}, "unknown networks lstm; there are mlp, "),
+        ({"modes": "fast"}, "unknown modes fast; there are eager, "),
+        ({"modes": "captured"}, "need a CUDA device"),
+        ({"limit": 0.0}, "limit must be a positive number of seconds, got 0.0"),
+        ({"jobs": 0}, "jobs must be at least 1, got 0"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            command("networks", device="cpu", **settings)
 
 
 def test_a_place_for_results_that_cannot_be_written_is_known_before(monkeypatch, tmp_path) -> None:
