@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-import metaleader as ml
 from metaleader.bench import report
 from metaleader.bench.errors import distance
 from metaleader.bench.networks import cell, table
 from metaleader.bench.networks.cases import (
     CASES,
     Case,
-    Inputs,
     WrittenOutGRU,
     exact_gradient,
     load_inputs,
@@ -29,20 +29,12 @@ from metaleader.bench.networks.cases import (
 )
 from metaleader.bench.networks.contenders import LoopPeer, Ours, TorchFunc, build
 from metaleader.bench.networks.process import CellProcess, Setting
-from metaleader.nets.functional import Network
 
 CPU = torch.device("cpu")
 
 
 def tiny(name: str, steps: int = 1) -> Case:
     return replace(CASES[name], tasks=2, cpu_tasks=None, support=3, query=3, inner_steps=steps)
-
-
-def gradient_of_all(case: Case, inputs: Inputs) -> Any:
-    """The project's gradient in float32."""
-    loss_fn = Network(case.elementary.model(), case.loss).loss_fn
-    options = {"inner_lr": case.inner_lr, "inner_steps": case.inner_steps}
-    return ml.meta_gradient(loss_fn, inputs.params, inputs.support, inputs.query, **options)[1]
 
 
 # The networks.
@@ -74,39 +66,37 @@ def test_inputs_survive_a_file(name: str, tmp_path: Path) -> None:
 # The implementations.
 
 
-LONG = [("transformer", ""), ("digits", "grouped"), ("resnet", "im2col"), ("vit", "im2col"), ("conv", "im2col")]
+def compare_with_jax(*pairs: str) -> dict[str, dict[str, float]]:
+    pytest.importorskip("jaxlib", reason="an optional dependency")
+    script = Path(__file__).with_name("jax_comparison.py")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(script), *pairs], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("name", "convolution"),
-    [("mlp", ""), ("gru", ""), ("digits", "im2col")]
-    + [pytest.param(*values, marks=pytest.mark.torture) for values in [*LONG, ("resnet", "grouped")]],
-)
-def test_the_gradient_of_jax_is_the_same(name: str, convolution: str) -> None:
-    pytest.importorskip("jax", reason="an optional dependency")
-    from metaleader.bench.networks.jax_peer import JaxPeer
-
-    case = tiny(name)
-    inputs = make_inputs(case, CPU)
-    peer = JaxPeer(name, case, inputs, CPU, convolution or "im2col", scan=name == "gru")
-    assert distance(peer.gradient(inputs.support, inputs.query), gradient_of_all(case, inputs)) < 1e-4
-    error = cell.measure_error(peer, inputs, case.tasks)
-    assert 1e-9 < error < 1e-4
+def check_jax(*pairs: str) -> None:
+    found = compare_with_jax(*pairs)
+    updates = found.pop("updates")
+    assert len(found) == len(pairs)
+    for values in found.values():
+        assert values["distance"] < 1e-4
+        assert 1e-9 < values["error"] < 1e-4
+    assert updates["moved"] > 1e-3
+    assert updates["distance"] < 1e-3 * updates["moved"]
 
 
-def test_adam_of_jax_is_that_of_torch() -> None:
-    """After three updates with the inner steps as a scan, the parameters are those of torch.func with torch's Adam."""
-    pytest.importorskip("jax", reason="an optional dependency")
-    case = tiny("mlp", steps=3)
-    inputs = make_inputs(case, CPU)
-    jax_peer, torch_peer = (build(name, "mlp", case, inputs, CPU) for name in ("jax-scan", "torch-func"))
-    for peer in (jax_peer, torch_peer):
-        peer.update(3)
-    assert isinstance(torch_peer, TorchFunc)
-    found = {name: torch.tensor(value.tolist()) for name, value in jax_peer.state[0].items()}  # pyright: ignore
-    moved = distance(torch_peer.leaves, inputs.params)
-    assert moved > 1e-3
-    assert distance(found, torch_peer.leaves) < 1e-3 * moved
+def test_jax_does_the_same() -> None:
+    """Gradients, and parameters after updates by Adam."""
+    check_jax("mlp:im2col", "gru:im2col", "digits:im2col")
+
+
+@pytest.mark.torture
+def test_jax_does_the_same_for_larger_networks() -> None:
+    names = ("resnet", "vit", "conv")
+    check_jax("digits:grouped", "transformer:im2col", *(f"{n}:{c}" for n in names for c in ("im2col", "grouped")))
 
 
 @pytest.mark.parametrize("name", ["ours-eager", "torch-func", "higher", "torchopt"])
