@@ -79,17 +79,18 @@ class Browser:
                 assert "error" not in answer, answer
                 return answer["result"]
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Show a page in a window of this size and wait until it is loaded."""
+    def open(self, page: Path | str, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Show a file or an address in a window of this size and wait until it is loaded."""
+        url = page if isinstance(page, str) else page.resolve().as_uri()
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=url)
         deadline = time.monotonic() + self._timeout
-        while not self.run(f"document.readyState === 'complete' && location.href === {path.resolve().as_uri()!r}"):
-            assert time.monotonic() < deadline, f"{path} does not load"
+        while not self.run(f"document.readyState === 'complete' && location.href === {url!r}"):
+            assert time.monotonic() < deadline, f"{url} does not load"
             time.sleep(0.02)
 
     def run(self, script: str) -> Any:

@@ -68,7 +68,9 @@ def serve(
         from metaleader.live.serve.guard import read_tokens
         from metaleader.live.serve.server import bound_socket, is_loopback, run
         from metaleader.live.serve.service import Limits, Service
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("metaleader"):
+            raise
         raise ImportError(f'{error.name} is not installed: pip install "metaleader[serve]"') from error
     if threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
@@ -88,6 +90,7 @@ def serve(
     try:
         source = Replica(folder, factory) if replica else _session(folder, factory, updates, share, repair)
         service = Service(source, limits, window=window_ms / 1000, measure=prequential)
+        bound.listen(1024)  # connections wait from here on
         name = f"[{host}]" if ":" in host else host
         print(f"serving {folder} at http://{name}:{bound.getsockname()[1]}", flush=True)
         run(make_app(service, tokens=known, hosts=[host]), bound)

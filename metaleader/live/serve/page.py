@@ -21,6 +21,7 @@ PAGE = _BODY.replace("{style}", _STYLE).replace("{script}", _SCRIPT)
 HEADERS = {
     "Content-Security-Policy": (
         f"default-src 'none'; script-src {_source(_SCRIPT)}; style-src {_source(_STYLE)}; connect-src 'self';"
+        " img-src data:;"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "Referrer-Policy": "no-referrer",

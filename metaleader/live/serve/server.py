@@ -41,8 +41,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def run(app: Starlette, bound: socket.socket) -> None:
-    """Serve an application until SIGTERM or SIGINT; calls under way are finished first."""
+def configured(app: Starlette) -> uvicorn.Server:
+    """The server of an application."""
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -53,7 +53,12 @@ def run(app: Starlette, bound: socket.socket) -> None:
         timeout_graceful_shutdown=_GRACE,
         backlog=1024,
     )
-    server = uvicorn.Server(config)
+    return uvicorn.Server(config)
+
+
+def run(app: Starlette, bound: socket.socket) -> None:
+    """Serve an application until SIGTERM or SIGINT; calls under way are finished first."""
+    server = configured(app)
 
     # uvicorn raises a signal again when it has ended. It also may come before uvicorn listens for it.
     def end(number: int, frame: FrameType | None) -> None:
