@@ -71,9 +71,14 @@ def call(module: nn.Module, state: Mapping[str, Tensor], x: Any, own_code: bool)
         x: the input.
         own_code: the result of `has_own_code`; if True, calls are replaced, which costs a microsecond for each.
     """
+    if own_code:
+        return call_replaced(module, state, x)
     # Not tie_weights: with a layer that is used twice, torch 2.13 leaves these tensors in the module.
-    if not own_code:
-        return functional_call(module, dict(state), (x,), tie_weights=False)
+    return functional_call(module, dict(state), (x,), tie_weights=False)
+
+
+def call_replaced(module: nn.Module, state: Mapping[str, Tensor], x: Any) -> Any:
+    """Call a functional module whose calls of `torch.nn.functional` are replaced."""
     with ReplacedCalls():
         return functional_call(module, dict(state), (x,), tie_weights=False)
 

@@ -20,23 +20,27 @@ class Copies:
     Args:
         original: the module, which is not called unless it is among `free`.
         free: modules to use first.
+
+    Attributes:
+        free: copies that nobody uses. After an exception in a call, its copy is not used again.
     """
 
     def __init__(self, original: nn.Module, free: Iterable[nn.Module] = ()) -> None:
         self.original = original
-        self._free = deque(free)
+        self.free = deque(free)
 
     @contextlib.contextmanager
     def borrow(self) -> Iterator[nn.Module]:
         """A copy that nobody else uses; after an exception it is not used again."""
         try:
-            module = self._free.pop()  # atomic
+            module = self.free.pop()  # atomic
         except IndexError:
-            module = self._copy()
+            module = self.another()
         yield module
-        self._free.append(module)
+        self.free.append(module)
 
-    def _copy(self) -> nn.Module:
+    def another(self) -> nn.Module:
+        """A new copy, which shares the tensors of the module."""
         tensors = [*self.original.parameters(), *self.original.buffers()]
         return copy.deepcopy(self.original, {id(tensor): tensor for tensor in tensors})
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.gradient.attention import plain_attention
@@ -138,8 +138,13 @@ class Network:
         """
         if torch.compiler.is_compiling():  # traced, not run: the module does not change
             return self._call(self.module, params, x, noise, classes)
-        with self._copies.borrow() as module:
-            return self._call(module, params, x, noise, classes)
+        try:
+            module = self._copies.free.pop()  # atomic
+        except IndexError:
+            module = self._copies.another()
+        prediction = self._call(module, params, x, noise, classes)
+        self._copies.free.append(module)
+        return prediction
 
     def _call(self, module: nn.Module, params: Params, x: Tree, noise: Tensor | None, classes: Tensor | None) -> Tensor:
         state = {name: params[first] for name, first in self._tied.items()}
@@ -151,7 +156,10 @@ class Network:
                 state[f"{name}.seed"] = noise + i
         if classes is not None:
             state |= {f"{name}.classes": classes for name in self.task_logits}
-        return calls.call(module, state, self.preprocess(x), self.own_code)
+        if self.own_code:
+            return calls.call_replaced(module, state, self.preprocess(x))
+        # Not tie_weights: with a layer that is used twice, torch 2.13 leaves these tensors in the module.
+        return functional_call(module, state, (self.preprocess(x),), tie_weights=False)
 
     def last_linear(self) -> tuple[str, nn.Linear]:
         """The linear layer with the last parameter, and the prefix of its parameters' names.
