@@ -3,6 +3,9 @@
 A learner keeps an initialisation from which every new task of a stream is learned from less data than the one before.
 """
 
+# First: the other imports take seconds.
+from metaleader.system import interrupts as _interrupts  # noqa: F401, I001
+
 from metaleader import losses, models, streams
 from metaleader.evaluate import Record, play
 from metaleader.experiments.claims import better

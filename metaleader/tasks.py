@@ -14,6 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 # A tensor, or a dict, list or tuple of tensors, all with the same number of rows.
 Tree = Any
 
+_DISPATCH = "__torch_dispatch__"
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class Batch(NamedTuple):
     """Datapoints of one task.
@@ -192,6 +195,13 @@ def as_tensors(tree: Tree, where: str, dtype: torch.dtype | None = None) -> Tree
         raise ValueError(f"{where} holds no tensor; pass tensors or arrays")
 
     def convert(leaf: Any) -> Tensor:
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise ValueError(f"{where} is a masked array, whose mask would be lost; drop the masked rows, or fill them")
+        if isinstance(leaf, Tensor) and not _is_plain(leaf):
+            raise ValueError(
+                f"{where} is a {'nested ' * leaf.is_nested}{type(leaf).__name__} of {leaf.dtype}; pass a dense tensor"
+                " of integers or of float16, bfloat16, float32 or float64"
+            )
         tensor = leaf.detach() if isinstance(leaf, Tensor) else _converted(leaf, where, dtype)
         is_dense = tensor.layout is torch.strided and not tensor.is_meta and tensor.ndim > 0
         if not is_dense or tensor.is_complex():
@@ -201,6 +211,13 @@ def as_tensors(tree: Tree, where: str, dtype: torch.dtype | None = None) -> Tree
         return tensor
 
     return tree_map(convert, tree)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers that torch computes with; not for nested, quantised, masked and fake tensors."""
+    simulated = getattr(type(tensor), _DISPATCH) is not getattr(Tensor, _DISPATCH)
+    is_small_float = tensor.dtype.is_floating_point and tensor.dtype not in _FLOATS
+    return not (simulated or is_small_float or tensor.is_nested or tensor.is_quantized)
 
 
 def _converted(leaf: Any, where: str, dtype: torch.dtype | None) -> Tensor:

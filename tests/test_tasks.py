@@ -6,8 +6,10 @@ import pandas as pd
 import polars as pl
 import pytest
 import torch
+import torch.masked
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from metaleader import tasks
 from metaleader.tasks import Batch, Task, TaskStream, check_alike, check_batch, rng
@@ -46,6 +48,10 @@ def test_a_batch_is_cut_off_from_autograd_and_keeps_its_dtype():
         ([1.0, 2.0], torch.ones(2), "x holds a single value; .*a list is taken for several"),
         (["a", "b"], torch.ones(2), "x is not numeric: got str"),
         (torch.ones(1, dtype=torch.complex64), torch.ones(1), "complex"),
+        (torch.ones(1).to(torch.float8_e4m3fn), torch.ones(1), "x is a Tensor of torch.float8_e4m3fn"),
+        (torch.ones(1), torch.ones(1).to(torch.float8_e5m2), "y is a Tensor of torch.float8_e5m2"),
+        (np.ma.masked_array(np.ones(2), [True, False]), torch.ones(2), "x is a masked array"),
+        (torch.ones(2), np.ma.masked_array(np.ones(2), [False, False]), "y is a masked array"),
         ({}, torch.ones(1), "holds no tensor"),
         (None, torch.ones(1), "not numeric: got NoneType"),
     ],
@@ -53,6 +59,17 @@ def test_a_batch_is_cut_off_from_autograd_and_keeps_its_dtype():
 def test_what_cannot_be_a_batch_is_refused(x: Any, y: Any, message: str):
     with pytest.raises(ValueError, match=f"here: .*{message}"):
         check_batch(Batch(x, y), "here")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of (Masked|nested)")
+def test_tensors_without_values_of_their_own_are_refused():
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    masked = torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False]))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for x, name in ((fake, "FakeTensor"), (masked, "MaskedTensor"), (nested, "nested")):
+        with pytest.raises(ValueError, match=f"here: x is a .*{name}.*pass a dense tensor"):
+            check_batch(Batch(x, torch.ones(2)), "here")
 
 
 @given(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tyro
 
+import metaleader
 from metaleader.cli import runs
 from metaleader.cli.bench import bench as _bench
 from metaleader.cli.data import data as _data
@@ -19,7 +21,8 @@ from metaleader.cli.show import show as _show
 from metaleader.cli.status import status as _status
 from metaleader.cli.theory import theory as _theory
 from metaleader.cli.tune import tune as _tune
-from metaleader.system.machine import keep_memory
+from metaleader.system.interrupts import raised_once, tell
+from metaleader.system.machine import keep_memory, versions
 
 # Aliases keep `metaleader.cli.bench` and the others modules.
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -48,7 +51,20 @@ def main(arguments: list[str] | None = None) -> None:
     for bad input.
     """
     keep_memory()
+    with raised_once(stay=arguments is None):
+        _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(arguments: Sequence[str]) -> None:
     try:
+        if [*arguments] == ["--version"]:
+            numbers = versions()
+            print(f"metaleader {metaleader.__version__}, torch {numbers['torch']}, Python {numbers['python']}")
+            sys.exit(0)
+        for number, given in enumerate(arguments, 1):
+            if given == "" or re.fullmatch(r"--[\w-]+=", given):
+                after = f" after {arguments[number - 2]}" if number > 1 else ""
+                raise ValueError(f"argument {number}, {given!r}{after}, is empty; give it a value, or leave it out")
         try:
             status = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="metaleader", args=arguments)
         finally:
@@ -61,6 +77,5 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"metaleader: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("metaleader: interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(tell())
     sys.exit(status or 0)

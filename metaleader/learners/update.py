@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from metaleader.engine.hook import OwnGradient, StateReadError
 from metaleader.engine.objective import GradientSteps
 from metaleader.learners.changes import Change
+from metaleader.learners.options import check_integer
 from metaleader.learners.outer import Outer
 from metaleader.learners.outliers import Failure, examine, names_text, quarantine
 from metaleader.memory.rows import Draw
@@ -38,8 +39,11 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
     Each learner has its own parameters, data, draws and optimiser state; its result does not depend on the others.
 
     Raises:
-        ValueError: if a loss or gradient is not finite; all learners are then as before the call.
+        ValueError: if a loss or gradient is not finite, or steps is no number of updates; all learners are then as
+            before the call.
     """
+    if steps is not None:
+        check_integer("steps", steps, 0)
     if len(learners) > 1 and not _are_shareable(learners):
         _update_one_by_one(learners, steps)
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -63,14 +64,27 @@ def keeps_settings(function: F) -> F:
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        before = _Thread.now()
+        before, outer = _Thread.now(), sys.exc_info()[1]
         try:
             return function(*arguments, **options)
-        except BaseException:
+        except BaseException as error:
             before.restore()
+            interrupt = _interrupt_behind(error, outer)
+            if interrupt is not None:
+                raise interrupt from error
             raise
 
     return cast(F, call)
+
+
+def _interrupt_behind(error: BaseException, outer: BaseException | None) -> KeyboardInterrupt | None:
+    """A new KeyboardInterrupt if one made torch's clean-up, or the handler of another error, raise this error."""
+    cause: BaseException | None = error
+    while cause is not None and cause is not outer:
+        if isinstance(cause, KeyboardInterrupt):
+            return KeyboardInterrupt() if cause is not error else None
+        cause = cause.__context__
+    return None
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import tiny
 import torch
 from made_records import made_settings
 
+import metaleader
 from metaleader import cli
 from metaleader.methods import METHODS
 from metaleader.presets import MACHINES, PRESETS, TIMES
@@ -199,3 +200,18 @@ def test_a_reader_that_has_gone_is_no_bad_input(arguments, capsys, monkeypatch):
         nobody.flush()
     assert caught.value.code == 1
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [("run", "tiny", "--out", ""), ("run", "tiny", "--out="), ("resume", ""), ("run", "")]
+)
+def test_empty_arguments_are_refused(status, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    refused(status(*arguments), "is empty")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_version(status):
+    code, out, error = status("--version")
+    assert (code, error) == (0, "")
+    assert re.fullmatch(rf"metaleader {metaleader.__version__}, torch \d+\.\d+\S*, Python 3\.\d+\.\d+\n", out)

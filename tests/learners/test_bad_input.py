@@ -427,3 +427,12 @@ def test_no_file_there(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.safetensors", tmp_path):
         with pytest.raises(OSError, match=path.name):
             load(path)
+
+
+@pytest.mark.parametrize("steps", [1.5, -1, True, "2", math.nan])
+def test_numbers_of_updates(steps: Any) -> None:
+    learner = make(observed=4)
+    before = snapshot(learner)
+    with pytest.raises(ValueError, match=f"steps must be an integer of at least 0, got {steps!r}"):
+        learner.update(steps)
+    assert not differences(before, snapshot(learner))

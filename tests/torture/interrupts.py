@@ -54,7 +54,7 @@ def lines_of(call: Callable[[], object], inside: Sequence[str] = ("",)) -> list[
 
 
 def interrupted_at(call: Callable[[], object], site: Site) -> bool:
-    """Run a call and raise KeyboardInterrupt at a site; returns whether the site was reached."""
+    """Run a call and raise KeyboardInterrupt at a site, which the call passes on; returns whether it was reached."""
     left, raised = site.occurrence, False
 
     def trace(frame: types.FrameType, event: str, argument: object) -> Any:

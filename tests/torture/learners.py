@@ -161,11 +161,14 @@ def _attack(kind: str, name: str, call: Call, base: Any, inside: Sequence[str], 
     for site in sites if most is None else sites[:: max(1, len(sites) // most)]:
         learner = copy.deepcopy(base)
         tensors = _tensors(learner)
-        if not interrupted_at(lambda learner=learner: call(learner), site):
-            continue
+        error = None
+        try:
+            if not interrupted_at(lambda learner=learner: call(learner), site):
+                continue
+        except Exception as raised:
+            error = raised
         problems = [f"changed {', '.join(changed)}" for changed in (changes(before),) if changed]
         repair(before)
-        error = None
         try:
             digest = _digest(learner)
             if digest not in outcomes:

@@ -75,3 +75,27 @@ def test_plain_attention_is_left_whatever_line_is_interrupted() -> None:
         assert torch.backends.cuda.flash_sdp_enabled() == before, site
     with plain_attention():
         assert not torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_an_error_of_the_clean_up_after_an_interrupt_is_an_interrupt() -> None:
+    @keeps_settings
+    def fails() -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("internal assert")
+
+    with pytest.raises(KeyboardInterrupt):
+        fails()
+
+
+def test_an_error_after_an_interrupt_that_was_handled_stays() -> None:
+    @keeps_settings
+    def fails() -> None:
+        raise ValueError("bad input")
+
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(ValueError, match="bad input"):
+            fails()
