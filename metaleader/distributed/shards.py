@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from metaleader.distributed.group import Group, current_group
+from metaleader.distributed.group import ALONE, Group, current_group
 
 
 class Shard(NamedTuple):
@@ -30,8 +30,13 @@ class Shard(NamedTuple):
         return task % self.total == self.number
 
 
-class Shards:
-    """The shards of a learner, and those of this process.
+def key_of(shard: Shard | None) -> tuple[int, ...]:
+    """The part of the key of random numbers that a shard adds."""
+    return () if shard is None else (shard.number,)
+
+
+class Sharding:
+    """The shards of a learner, and those of this process. With one shard, the processes have nothing in common.
 
     Args:
         count: the number of shards.
@@ -42,7 +47,7 @@ class Shards:
     """
 
     def __init__(self, count: int, group: Group | None = None) -> None:
-        self.count, self.group = count, current_group() if group is None else group
+        self.count, self.group = count, ALONE if count == 1 else current_group() if group is None else group
         if count % self.group.size:
             raise ValueError(
                 f"the number of processes must divide the number of shards, got {self.group.size} processes and"
@@ -61,7 +66,7 @@ class Shards:
         return [num // self.count + int(number < num % self.count) for number in range(self.count)]
 
 
-def shard_weights(masses: Sequence[float]) -> np.ndarray:
+def shard_weights(masses: Sequence[float] | np.ndarray) -> np.ndarray:
     """The weight of the mean over the draws of each shard, from the weight of the tasks in it under nu^t.
 
     A shard draws its tasks from nu^t restricted to it. With these weights, the sum over shards has the expectation

@@ -13,6 +13,7 @@ from typing import Any, Self, overload
 import torch
 from torch import Tensor, nn
 
+from metaleader.distributed.shards import Sharding
 from metaleader.engine.engine import Engine, Mode
 from metaleader.gradient.selection import Params
 from metaleader.learners import prediction
@@ -43,7 +44,7 @@ class Learner(Configured, ABC):
         device: where parameters and data are stored.
         engine: how updates run: "eager", "compiled", "captured", "auto", or an `Engine`.
         settings: the fields of `Options`: `meta_lr`, `meta_steps`, `tasks_per_step`, `query`, `optimizer`, `clip`,
-            `weights`, `max_tasks`, `preprocess`, `seed`.
+            `weights`, `max_tasks`, `preprocess`, `seed`, `shards`.
 
     Attributes:
         options: the settings.
@@ -69,6 +70,7 @@ class Learner(Configured, ABC):
         self.locks = Locks()
         self.options = self.Options.parse(settings, type(self).__name__)
         self.model, self.loss, self.device = model, loss, known_device(device)
+        self.sharding = Sharding(self.options.shards)
         module = initial_module(model, self.options.seed, 0)
         self.network = Network(module, loss, self.options.preprocess, self.device)
         self.memory: Memory = TaskBuffer(self.device, self.options.weights, self.options.max_tasks)

@@ -53,11 +53,19 @@ class Options:
     """Applied to every x; by default scales uint8 to [0, 1]."""
     seed: int = 0
     """Of the initialisation and of all draws."""
+    shards: int = 1
+    """The number of parts of an update's tasks, which processes of torch.distributed can share out among them. It
+    changes the draws; the number of processes changes nothing."""
 
     def __post_init__(self) -> None:
         for name, low in _INTEGERS.items():
             if hasattr(self, name):
                 check_integer(name, getattr(self, name), low)
+        if self.shards > self.tasks_per_step:
+            raise ValueError(
+                f"shards must be at most tasks_per_step, so that each draws a task; got shards={self.shards} and"
+                f" tasks_per_step={self.tasks_per_step}"
+            )
         if self.weights is not None and not callable(self.weights):
             raise ValueError(
                 f"weights must be a function of the number of tasks, as metaleader.recency(20); got {self.weights!r}"
@@ -132,12 +140,12 @@ class Configured:
 
 
 # Attributes that are read when a learner is built, so that a later change would have half an effect
-_FIXED = frozenset({"options", "model", "loss", "device", "network", "definition", "rule"})
+_FIXED = frozenset({"options", "model", "loss", "device", "network", "definition", "rule", "sharding"})
 # Methods that are read when a learner is built
 _METHODS = ("define", "task_gradient", "loss_fn")
 
 # The integers among the options, with their lower bounds
-_INTEGERS = {"meta_steps": 0, "tasks_per_step": 1, "query": 1, "seed": 0, "inner_steps": 0}
+_INTEGERS = {"shards": 1, "meta_steps": 0, "tasks_per_step": 1, "query": 1, "seed": 0, "inner_steps": 0}
 
 
 def check_integer(name: str, value: Any, low: int) -> None:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from metaleader.distributed.shards import Shard
 from metaleader.engine.engine import Engine
-from metaleader.memory.rows import Draw
+from metaleader.learners.batches import num_tasks
 from metaleader.tasks import num_rows
 
 if TYPE_CHECKING:
@@ -48,29 +49,43 @@ class Failure(NamedTuple):
     culprits: dict[str, str]
 
 
-def examine(
-    learner: Learner, numbers: Sequence[int], draw: Draw, batches: tuple[Any, Any], aside: Collection[str]
-) -> Failure:
-    """Compute the gradient of each task drawn alone, at the parameters before the updates.
+def longest_gradients(
+    learner: Learner,
+    numbers: Sequence[int],
+    batches: tuple[Any, Any],
+    aside: Collection[str],
+    shard: Shard | None = None,
+) -> dict[str | None, float] | None:
+    """The largest gradient norm of each task drawn, alone, at the parameters before the updates.
+
+    NaN counts as infinite. None if the tasks drawn have no names.
 
     Args:
         learner: the learner that failed.
         numbers: of the updates, up to the one that failed.
-        draw: of these updates.
-        batches: support and query of the draw.
+        batches: support and query of the draw of these updates.
         aside: the names that were left out of the draw.
+        shard: that the draw belongs to.
     """
     options, definition = learner.options, learner.definition
     support = definition.support if isinstance(definition.support, int) else max(definition.support)
     width = support + options.query
-    names = learner.memory.names_drawn(options.seed, numbers, options.tasks_per_step, width, definition.which, aside)
-    if len(names) != draw.query.shape[0] * draw.query.shape[1]:
-        return Failure([None], [None], {})  # by class
+    in_shard = {} if shard is None else {"shard": shard}
+    tasks = num_tasks(learner, shard)
+    names = learner.memory.names_drawn(options.seed, numbers, tasks, width, definition.which, aside, **in_shard)
+    if len(names) != len(numbers) * tasks:
+        return None  # by class
     norms = _norms(learner, *tree_map(lambda leaf: leaf.flatten(0, 1)[:, None], batches))
     longest: dict[str | None, float] = {}
     for name, norm in zip(names, norms.tolist(), strict=True):
-        # NaN counts as infinite.
         longest[name] = max(longest.get(name, 0.0), norm if np.isfinite(norm) else np.inf)
+    return longest
+
+
+def judge(longest: dict[str | None, float] | None) -> Failure:
+    """Find the tasks whose fault a failure is, from the largest gradient norm of each task drawn."""
+    if longest is None:
+        return Failure([None], [None], {})
     bad = [name for name, norm in longest.items() if not np.isfinite(norm)]
     reasons: dict[str | None, str] = {}
     if bad and 2 * len(bad) <= len(longest):

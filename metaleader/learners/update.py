@@ -7,28 +7,26 @@ returns new states.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from metaleader.engine.hook import OwnGradient, StateReadError
 from metaleader.engine.objective import GradientSteps
+from metaleader.learners.batches import chunks, draw_meta_batches, draw_numbers, gather, stack, stacked_batches, unbind
 from metaleader.learners.changes import Change
 from metaleader.learners.options import check_integer
 from metaleader.learners.outer import Outer
-from metaleader.learners.outliers import Failure, examine, names_text, quarantine
+from metaleader.learners.outliers import Failure, judge, longest_gradients, names_text, quarantine
+from metaleader.learners.sharded import ShardedDraw, ShardedGradient, draw_shards, merge_norms, run_sharded_updates
 from metaleader.memory.rows import Draw
 from metaleader.system.settings import keeps_settings
-from metaleader.tasks import ClassBatch, Tree, WeightedBatch, rng
+from metaleader.tasks import ClassBatch, Tree
 
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
-
-# The number of updates whose datapoints are gathered at once
-_GATHERED_UPDATES = 10
 
 
 @keeps_settings
@@ -66,8 +64,11 @@ def _update_side_by_side(learners: Sequence[Learner], steps: int | None) -> None
     aside: list[dict[str, str]] = [{} for _ in learners]
     while True:
         pairs = zip(learners, aside, strict=True)
-        draws = [draw_meta_batches(learner, numbers, names) if numbers else None for learner, names in pairs]
+        draws = [_draw(learner, numbers, names) if numbers else None for learner, names in pairs]
         if any(draw is None for draw in draws):
+            return
+        if len({tuple(draw.weights > 0) for draw in draws if isinstance(draw, ShardedDraw)}) > 1:
+            _update_one_by_one(learners, steps)  # the shards that take part differ
             return
         outer = Outer(lead.rule, lead.definition.objective.layout, before)
         failed = _first_failure(learners, outer, numbers, [draw for draw in draws if draw is not None])
@@ -83,7 +84,7 @@ def _update_side_by_side(learners: Sequence[Learner], steps: int | None) -> None
 
 def _culprits(
     learner: Learner,
-    draw: Draw | None,
+    draw: Draw | ShardedDraw | None,
     numbers: range,
     update: int,
     aside: Mapping[str, str],
@@ -92,8 +93,16 @@ def _culprits(
 ) -> dict[str, str]:
     """The tasks to leave out after a failed update, with reasons; raises an error if they cannot be singled out."""
     assert draw is not None
-    draw = draw.at(slice(0, update + 1))
-    failure = examine(learner, _shifted(learner, numbers[: update + 1]), draw, _gather(learner, draw), aside)
+    draw, examined = draw.at(slice(0, update + 1)), draw_numbers(learner, numbers[: update + 1])
+    if isinstance(draw, ShardedDraw):
+        norms: dict[str | None, float] | None = {}
+        for shard, drawn in draw.by_shard.items():
+            some = longest_gradients(learner, examined, gather(learner, drawn), aside, shard)
+            norms = None if norms is None or some is None else _largest(norms, some)
+        norms = merge_norms(learner.sharding, norms)
+    else:
+        norms = longest_gradients(learner, examined, gather(learner, draw), aside)
+    failure = judge(norms)
     num = len(learner.memory.sizes()) - len(learner.set_aside)
     if failure.culprits and 2 * len(failure.culprits.keys() | aside.keys()) <= num:
         return failure.culprits
@@ -102,12 +111,21 @@ def _culprits(
     raise error or _not_finite(learner, failure, update, len(numbers), outer.lrs(numbers)[update])
 
 
+def _largest(norms: dict[str | None, float], others: dict[str | None, float]) -> dict[str | None, float]:
+    return norms | {name: max(norm, norms.get(name, 0.0)) for name, norm in others.items()}
+
+
 def _first_failure(
-    learners: Sequence[Learner], outer: Outer, numbers: range, draws: Sequence[Draw]
+    learners: Sequence[Learner], outer: Outer, numbers: range, draws: Sequence[Draw | ShardedDraw]
 ) -> tuple[int, int, ValueError | None] | None:
     """Run the updates; the first one that fails and its learner, and the error that it raised, if any."""
+    sharded = [draw for draw in draws if isinstance(draw, ShardedDraw)]
+    gradient = ShardedGradient(learners[0].sharding, [draw.weights for draw in sharded], outer) if sharded else None
     try:
-        watched = _run_updates(learners, outer, numbers, draws)
+        if gradient is None:
+            watched = _run_updates(learners, outer, numbers, [draw for draw in draws if isinstance(draw, Draw)])
+        else:
+            watched = run_sharded_updates(learners, outer, numbers, sharded, gradient)
     except ValueError as error:  # of a solver, for one
         if len(learners) > 1:
             raise
@@ -117,6 +135,11 @@ def _first_failure(
     finite = torch.cat([finite[:-1], (finite[-1] & torch.isfinite(outer.flat).all(1))[None]]).cpu()
     if bool(finite.all()):
         return None
+    failed = None if gradient is None else gradient.error()
+    if failed is not None:
+        if failed.is_state_read or len(learners) > 1:
+            raise failed.error()
+        return len(numbers) - 1, 0, ValueError(failed.text)
     update, r = (int(value) for value in (~finite).nonzero()[0])
     return update, r, None
 
@@ -156,16 +179,11 @@ def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draw
     """Take all updates; returns losses and gradient norms, (updates, 2, learners)."""
     lead = learners[0]
     engine, objective = lead.engine, lead.definition.objective
-    noises = [_dropout_seeds(learner, numbers) for learner in learners]
     together = outer.elementwise and engine.runs_updates_together(objective)
     lrs = outer.lrs(numbers)
     watched: list[Tensor] = []
-    for start in range(0, len(numbers), _GATHERED_UPDATES):
-        chunk = slice(start, start + _GATHERED_UPDATES)
-        pairs = [_gather(learner, draw.at(chunk)) for learner, draw in zip(learners, draws, strict=True)]
-        # Updates come first, so that the inputs of one update have the same strides whatever the number of updates.
-        batches = [_stack(list(trees), 1) for trees in zip(*pairs, strict=True)]
-        noise = None if noises[0] is None else _stack([seeds[chunk] for seeds in noises if seeds is not None], 1)
+    for chunk in chunks(numbers):
+        *batches, noise = stacked_batches(learners, numbers, draws, chunk)
         if together:
             tensors, values = engine.updates(
                 objective, outer.make, outer.tensors, outer.lr_tensor(lrs[chunk]), *batches
@@ -173,11 +191,11 @@ def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draw
             outer.replace(tensors)
             watched += values
             continue
-        for i, (support, query) in enumerate(_unbind(batches)):
+        for i, (support, query) in enumerate(unbind(batches)):
             values, gradients = engine.gradient(
                 objective, outer.flat, support, query, None if noise is None else noise[i]
             )
-            outer.step(gradients, values[1], lrs[start + i])
+            outer.step(gradients, values[1], lrs[chunk.start + i])
             watched.append(values)
     return torch.stack(watched)
 
@@ -202,11 +220,11 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
         return None
     params = lead.definition.objective.layout.named(torch.stack([learner.state.flat for learner in learners]))
     chosen = lead.network.num_classes is not None
-    stacked_classes = _stack([learner.memory.current_classes() for learner in learners]) if chosen else None
-    batch = _stack(data)
+    stacked_classes = stack([learner.memory.current_classes() for learner in learners]) if chosen else None
+    batch = stack(data)
     batch = batch if stacked_classes is None else ClassBatch(batch.x, batch.y, stacked_classes)
     adaptation = lead.definition.adaptation
-    return lead.engine.predictions(lead.network, adaptation, steps, params, batch, _stack(list(xs)), stacked_classes)
+    return lead.engine.predictions(lead.network, adaptation, steps, params, batch, stack(list(xs)), stacked_classes)
 
 
 def _check_alike(learners: Sequence[Learner]) -> None:
@@ -222,60 +240,8 @@ def _check_alike(learners: Sequence[Learner]) -> None:
         raise ValueError("learners side by side must have the same optimizer, meta_lr and clip")
 
 
-def draw_meta_batches(learner: Learner, numbers: Sequence[int], without: Collection[str] = ()) -> Draw | None:
-    """Draw the meta-batches of the updates with these numbers; None if there is nothing to draw from."""
-    options, definition = learner.options, learner.definition
-    sizes = (definition.support,) if isinstance(definition.support, int) else definition.support
-    numbers = _shifted(learner, numbers)
-    widths = options.tasks_per_step, max(sizes), options.query
-    draw = learner.memory.draw(options.seed, numbers, *widths, definition.which, without)
-    if draw is None or len(sizes) == 1:
-        return draw
-    shots = [rng("support size", options.seed, n).integers(len(sizes), size=options.tasks_per_step) for n in numbers]
-    # Draws of n-way tasks have the classes one after the other, but for those from the current task.
-    groups = 1 if draw.classes is None or definition.which == "current" else draw.classes.shape[-1]
-    return draw.with_support(np.asarray(sizes)[np.stack(shots)], groups)
-
-
-def _shifted(learner: Learner, numbers: Sequence[int]) -> list[int]:
-    """The numbers of the draws of updates: draws that failed are skipped."""
-    return [number + learner.skipped for number in numbers]
-
-
-def _gather(learner: Learner, draw: Draw) -> tuple[Any, Any]:
-    """The support and query batches of a draw, with the tasks' classes if the network chooses its outputs by them."""
-    support, query = learner.memory.gather(draw)
-    adaptation = learner.definition.objective.adaptation
-    if adaptation is not None and adaptation.takes_weights:
-        first = _first_occurrences(torch.cat([draw.support, draw.query], -1)).to(learner.state.flat.dtype)
-        weights = first.split([draw.support.shape[-1], draw.query.shape[-1]], -1)
-        return WeightedBatch(*support, weights[0]), WeightedBatch(*query, weights[1])
-    if learner.network.num_classes is None or draw.classes is None:
-        return support, query
-    return ClassBatch(*support, draw.classes), ClassBatch(*query, draw.classes)
-
-
-def _first_occurrences(index: Tensor) -> Tensor:
-    """Whether each number is the first of its value in its row, (..., numbers)."""
-    return ~(index[..., :, None] == index[..., None, :]).tril(-1).any(-1)
-
-
-def _dropout_seeds(learner: Learner, numbers: Sequence[int]) -> Tensor | None:
-    """Seeds of the dropout masks, (updates, inner steps + 1, tasks)."""
-    if not learner.network.has_dropout:
-        return None
-    shape = (learner.definition.objective.inner.steps + 1, learner.options.tasks_per_step)
-    seeds = [rng("dropout", learner.options.seed, number).integers(2**31, size=shape) for number in numbers]
-    return torch.from_numpy(np.stack(seeds)).to(learner.device)
-
-
-def _stack(trees: list[Any], dim: int = 0) -> Any:
-    if len(trees) == 1:
-        return tree_map(lambda leaf: leaf.unsqueeze(dim), trees[0])
-    return tree_map(lambda *leaves: torch.stack(leaves, dim), *trees)
-
-
-def _unbind(trees: list[Any]) -> list[Any]:
-    """Split trees of tensors (updates, learners, ...) into one tree per update."""
-    leaves, spec = tree_flatten(trees)
-    return [tree_unflatten(list(update), spec) for update in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
+def _draw(learner: Learner, numbers: Sequence[int], without: Collection[str]) -> Draw | ShardedDraw | None:
+    """The meta-batches of some updates; None if there is nothing to draw from."""
+    if learner.options.shards == 1:
+        return draw_meta_batches(learner, numbers, without)
+    return draw_shards(learner, numbers, without)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from metaleader.learners.batches import draw_meta_batches
 from metaleader.learners.learner import Learner
 from metaleader.learners.locks import Locks
 from metaleader.learners.optimizer import State
-from metaleader.learners.update import draw_meta_batches
 from metaleader.tasks import Batch
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metaleader.distributed.shards import Shard, key_of
 from metaleader.memory.fields import integer, integers, text_or_none
 from metaleader.memory.rows import Draw, Rows, Weights, Which, arrival_times, checked_weights, distinct, split
 from metaleader.tasks import Batch, rng, rows
@@ -136,6 +137,7 @@ class ClassBuffer:
         query: int,
         which: Which = "all",
         without: Collection[str] = (),
+        shard: Shard | None = None,
     ) -> Draw | None:
         """Draw meta-batches for some steps, each task with its own classes and labels; see `Memory.draw`.
 
@@ -144,7 +146,7 @@ class ClassBuffer:
         left out. There is nothing to draw from before as many classes as a task has.
         """
         if which == "current":
-            return self._draw_current(seed, steps, tasks, support, query)
+            return self._draw_current(seed, steps, tasks, support, query, shard)
         names, order, counts, starts = self._pools(self.store.length if which == "all" else self._round_start)
         num_ways = len(self.ways)
         if not num_ways or len(counts) < num_ways:
@@ -153,7 +155,7 @@ class ClassBuffer:
             if size % num_ways:
                 raise ValueError(f"{name} must be a multiple of the {num_ways} classes of a task, got {size}")
         shape, width = (len(steps), tasks, num_ways), (support + query) // num_ways
-        generators = [rng("draw", seed, step) for step in steps]
+        generators = [rng("draw", seed, step, *key_of(shard)) for step in steps]
         races = np.stack([g.random((tasks, len(counts))) for g in generators])
         if self.weights is not None:
             races = arrival_times(races, checked_weights(self.weights, len(counts)), num_ways)
@@ -189,10 +191,20 @@ class ClassBuffer:
         raise self._no_names(name)
 
     def names_drawn(
-        self, seed: int, steps: Sequence[int], tasks: int, width: int, which: Which, without: Collection[str]
+        self,
+        seed: int,
+        steps: Sequence[int],
+        tasks: int,
+        width: int,
+        which: Which,
+        without: Collection[str],
+        shard: Shard | None = None,
     ) -> list[str | None]:
         """No names: the tasks drawn are of random classes."""
         return []
+
+    def shard_masses(self, total: int, which: Which, without: Collection[str]) -> None:
+        """None: each shard draws from all classes."""
 
     @property
     def aside(self) -> dict[str, str]:
@@ -280,11 +292,14 @@ class ClassBuffer:
         self._round_rows, self._round_labels = round_rows, round_labels
         self._round_start, self._current = integer(state, "round_start", high=length), None
 
-    def _draw_current(self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int) -> Draw | None:
+    def _draw_current(
+        self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int, shard: Shard | None
+    ) -> Draw | None:
         if not self._round_rows:
             return None
         width = support + query
-        uniforms = np.concatenate([rng("draw", seed, step).random((tasks, 2 * width)) for step in steps])
+        key = key_of(shard)
+        uniforms = np.concatenate([rng("draw", seed, step, *key).random((tasks, 2 * width)) for step in steps])
         counts = np.full(len(uniforms), len(self._round_rows))
         numbers = split(distinct(uniforms, counts, width), counts, support, query)
         numbers = numbers.reshape(len(steps), tasks, 1, width)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metaleader.distributed.shards import Shard, key_of
 from metaleader.memory.entries import Entries, Entry, index_of
 from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_weights, choose, distinct, split
 from metaleader.memory.saved import entries_from_tree, entries_tree
@@ -93,10 +94,11 @@ class TaskBuffer:
         query: int,
         which: Which = "all",
         without: Collection[str] = (),
+        shard: Shard | None = None,
     ) -> Draw | None:
         """Draw meta-batches for some steps, with tasks drawn with replacement from nu^t; see `Memory.draw`."""
         width = support + query
-        chosen, uniforms = self._chosen(seed, steps, tasks, width, which, without)
+        chosen, uniforms = self._chosen(seed, steps, tasks, width, which, without, shard)
         if not chosen:
             return None
         # Only the chosen tasks are read, so that the cost does not grow with the number of tasks.
@@ -110,28 +112,64 @@ class TaskBuffer:
         return Draw(rows[..., :support], rows[..., support:])
 
     def names_drawn(
-        self, seed: int, steps: Sequence[int], tasks: int, width: int, which: Which, without: Collection[str]
+        self,
+        seed: int,
+        steps: Sequence[int],
+        tasks: int,
+        width: int,
+        which: Which,
+        without: Collection[str],
+        shard: Shard | None = None,
     ) -> list[str | None]:
         """The names of the tasks that `draw` draws, step by step, for support and query of this width.
 
         None stands for the open round.
         """
-        chosen, _ = self._chosen(seed, steps, tasks, width, which, without)
+        chosen, _ = self._chosen(seed, steps, tasks, width, which, without, shard)
         return [None if entry is self._entries.round else entry.name for entry in chosen]
 
+    def shard_masses(self, total: int, which: Which, without: Collection[str]) -> np.ndarray | None:
+        """The weight of the tasks of each of `total` shards under nu^t; None if all draw from the open round."""
+        if which == "current":
+            return None
+        if self.weights is None:
+            pools = (self._pool(which, without, Shard(number, total)) for number in range(total))
+            return np.array([len(drawn) + len(last) for drawn, last in pools], dtype=np.float64)
+        drawn, last = self._pool(which, without, None)
+        entries = [*drawn, *last]
+        weights = self._weights(entries, which) if entries else None
+        return np.bincount([entry.number % total for entry in entries], weights, minlength=total).astype(np.float64)
+
+    def _pool(
+        self, which: Which, without: Collection[str], shard: Shard | None
+    ) -> tuple[Sequence[Entry], Sequence[Entry]]:
+        """The closed entries to draw from, and the open round if it is drawn from."""
+        drawn = [] if which == "current" else self._entries.drawn_in(shard)
+        if without:
+            drawn = [entry for entry in drawn if entry.name not in without]
+        last = self._entries.round
+        if last is None or which == "past" or (shard is not None and which == "all" and not shard.has(last.number)):
+            return drawn, []
+        return drawn, [last]
+
     def _chosen(
-        self, seed: int, steps: Sequence[int], tasks: int, width: int, which: Which, without: Collection[str]
+        self,
+        seed: int,
+        steps: Sequence[int],
+        tasks: int,
+        width: int,
+        which: Which,
+        without: Collection[str],
+        shard: Shard | None,
     ) -> tuple[list[Entry], np.ndarray]:
         """The tasks drawn, one for each of (steps x tasks), and uniform numbers for the draws of their datapoints.
 
         There are none if there is nothing to draw from.
         """
-        uniforms = np.stack([rng("draw", seed, step).random((tasks, 1 + 2 * width)) for step in steps])
+        key = key_of(shard)
+        uniforms = np.stack([rng("draw", seed, step, *key).random((tasks, 1 + 2 * width)) for step in steps])
         uniforms = uniforms.reshape(-1, 1 + 2 * width)
-        drawn = [] if which == "current" else self._entries.drawn
-        if without:
-            drawn = [entry for entry in drawn if entry.name not in without]
-        last = [] if which == "past" or self._entries.round is None else [self._entries.round]
+        drawn, last = self._pool(which, without, shard)
         num = len(drawn) + len(last)
         if num == 0:
             return [], uniforms

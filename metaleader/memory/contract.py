@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from metaleader.distributed.shards import Shard
 from metaleader.memory.rows import Draw, Rows, Which
 from metaleader.tasks import Batch
 
@@ -73,8 +74,9 @@ class Memory(Protocol):
         query: int,
         which: Which = "all",
         without: Collection[str] = (),
+        shard: Shard | None = None,
     ) -> Draw | None:
-        """Draw meta-batches for some steps; a step's draw depends on (seed, step) and the memory alone.
+        """Draw meta-batches for some steps; a draw depends on (seed, step, shard) and the memory alone.
 
         Args:
             seed: of the learner.
@@ -84,6 +86,7 @@ class Memory(Protocol):
             query: datapoints in a task's query set.
             which: all tasks, those other than the open round, or the open round only.
             without: names to leave out, as if they were set aside.
+            shard: draw from the tasks of a shard only, if this memory divides its tasks.
 
         Returns:
             Row numbers on the memory's device, or None if there is nothing to draw from.
@@ -91,9 +94,20 @@ class Memory(Protocol):
         ...
 
     def names_drawn(
-        self, seed: int, steps: Sequence[int], tasks: int, width: int, which: Which, without: Collection[str]
+        self,
+        seed: int,
+        steps: Sequence[int],
+        tasks: int,
+        width: int,
+        which: Which,
+        without: Collection[str],
+        shard: Shard | None = None,
     ) -> list[str | None]:
         """The names of the tasks that `draw` draws; None stands for the open round."""
+        ...
+
+    def shard_masses(self, total: int, which: Which, without: Collection[str]) -> np.ndarray | None:
+        """The weight of the tasks of each of `total` shards under nu^t; None if each shard draws from all data."""
         ...
 
     @property

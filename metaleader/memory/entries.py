@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from metaleader.distributed.shards import Shard
+
 
 class Entry:
     """The rows of one task, in order of arrival; they need not be contiguous.
@@ -99,6 +101,7 @@ class Entries:
         self.seen = self.removed = self.holes = 0
         self.clock = max((entry.touched for entry in entries), default=-1) + 1
         self._undo: list[Callable[[], object]] = []
+        self._by_shard: list[list[Entry]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_undo": []}  # marks do not outlast a call
@@ -110,6 +113,16 @@ class Entries:
         """All tasks kept, the open round last."""
         last = [self.round] if with_round and self.round is not None else []
         return [*self.drawn, *(self.idle[number] for number in sorted(self.idle)), *last]
+
+    def drawn_in(self, shard: Shard | None) -> list[Entry]:
+        """The closed entries of a shard that draws choose from; of all shards for None."""
+        if shard is None:
+            return self.drawn
+        if self._by_shard is None or len(self._by_shard) != shard.total:
+            self._by_shard = [[] for _ in range(shard.total)]
+            for entry in self.drawn:
+                self._by_shard[entry.number % shard.total].append(entry)
+        return self._by_shard[shard.number]
 
     def named(self, name: str) -> list[Entry]:
         """The entries of a name, in the order of their first datapoints."""
@@ -150,6 +163,7 @@ class Entries:
         for undo in reversed(self._undo[point:]):
             undo()
         del self._undo[point:]
+        self._by_shard = None
 
     def begin(self, name: str) -> None:
         """Open a round without data, and close the one before."""
@@ -253,6 +267,8 @@ class Entries:
         if self._is_drawn(entry):
             self._undo.append(lambda: self.drawn.pop() if self.drawn[-1:] == [entry] else None)
             self.drawn.append(entry)
+            if self._by_shard is not None:
+                self._by_shard[entry.number % len(self._by_shard)].append(entry)
         else:
             self._undo.append(lambda: self.idle.pop(entry.number, None))
             self.idle[entry.number] = entry
@@ -266,6 +282,7 @@ class Entries:
             i = self.drawn.index(entry)
             self._undo.append(lambda: None if self.drawn[i : i + 1] == [entry] else self.drawn.insert(i, entry))
             del self.drawn[i]
+            self._by_shard = None
 
     def _record(self) -> None:
         """Record the values that a change replaces."""

@@ -11,7 +11,7 @@ from processes import run_in_processes
 
 from metaleader.distributed.agreement import agree, digest_of
 from metaleader.distributed.group import ALONE, current_group
-from metaleader.distributed.shards import Shards
+from metaleader.distributed.shards import Sharding
 from metaleader.tasks import Batch
 
 
@@ -124,7 +124,7 @@ def test_the_number_of_processes_divides_that_of_shards() -> None:
 
 
 def shards_of(count: int) -> Any:
-    shards = Shards(count)
+    shards = Sharding(count)
     return [[shard.number for shard in shards.own], shards.shares(25), shards.rank_of(5)]
 
 

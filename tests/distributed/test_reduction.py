@@ -9,7 +9,7 @@ from processes import run_in_processes
 
 from metaleader.distributed.group import ALONE, current_group
 from metaleader.distributed.reduction import sum_over_shards, tree_sum
-from metaleader.distributed.shards import Shards
+from metaleader.distributed.shards import Sharding
 
 NUMEL = 1003  # not a multiple of the number of processes
 
@@ -28,7 +28,7 @@ def digest(tensor: torch.Tensor) -> str:
 def sums(counts: list[int]) -> list[Any]:
     group, found = current_group(), []
     for count in counts:
-        shards = Shards(count)
+        shards = Sharding(count)
         own = [parts_of(count)[shard.number] for shard in shards.own]
         for slices_from in (2**40, 0):  # gather, slices
             found.append(digest(sum_over_shards(group, own, "test", slices_from)))

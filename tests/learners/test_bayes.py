@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 import metaleader as ml
 from metaleader.checks import check_learner
-from metaleader.learners.update import _gather
+from metaleader.learners.batches import gather
 
 
 def head(features=3, outputs=1, loss=ml.losses.squared_error, net=None, **settings):
@@ -94,7 +94,7 @@ def test_repeated_datapoints_count_once(loss):
     y = y.argmax(1) if loss is ml.losses.cross_entropy else y
     learner.observe(x, y, task="small", update=False)
     draw: Any = learner.memory.draw(0, [0], 1, 4, 2)
-    support, query = (tree_map(lambda leaf: leaf[0, 0], part) for part in _gather(learner, draw))
+    support, query = (tree_map(lambda leaf: leaf[0, 0], part) for part in gather(learner, draw))
     assert support.weights.tolist() == [1, 1, 0, 0]
     assert query.weights.tolist() == [1, 0]
     params, adaptation = learner.layout.named(learner.state.flat), ml.BayesianHead()

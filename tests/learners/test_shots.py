@@ -12,7 +12,7 @@ from torch import nn
 import metaleader as ml
 from metaleader.checks import check_learner
 from metaleader.evaluate import play_together
-from metaleader.learners.update import _gather, draw_meta_batches
+from metaleader.learners.batches import draw_meta_batches, gather
 from metaleader.tasks import rng
 
 SETTINGS: Any = {"meta_steps": 2, "tasks_per_step": 5, "query": 3, "inner_lr": 0.1, "inner_steps": 2, "meta_lr": 0.5}
@@ -142,7 +142,7 @@ def test_repetitions_count_once_for_the_bayesian_head():
     head.observe(oracles.normal("x", 9, 3).float(), oracles.normal("y", 9, 2).float(), update=False)
     draw = draw_meta_batches(head, [0])
     assert draw is not None
-    support, _ = _gather(head, draw)
+    support, _ = gather(head, draw)
     assert set(support.weights[0].sum(-1).tolist()) == {1.0, 4.0}
 
 

@@ -1,0 +1,113 @@
+"""The meta-batches of updates: drawn, gathered, and stacked for learners side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from metaleader.distributed.shards import Shard, key_of
+from metaleader.memory.rows import Draw
+from metaleader.tasks import ClassBatch, WeightedBatch, rng
+
+if TYPE_CHECKING:
+    from metaleader.learners.learner import Learner
+
+# The number of updates whose datapoints are gathered at once
+_GATHERED_UPDATES = 10
+
+
+def draw_meta_batches(
+    learner: Learner, numbers: Sequence[int], without: Collection[str] = (), shard: Shard | None = None
+) -> Draw | None:
+    """Draw the meta-batches of the updates with these numbers, or a shard's part of them.
+
+    None if there is nothing to draw from.
+    """
+    options, definition = learner.options, learner.definition
+    sizes = (definition.support,) if isinstance(definition.support, int) else definition.support
+    numbers = draw_numbers(learner, numbers)
+    tasks, key = num_tasks(learner, shard), key_of(shard)
+    widths = tasks, max(sizes), options.query
+    in_shard = {} if shard is None else {"shard": shard}
+    draw = learner.memory.draw(options.seed, numbers, *widths, definition.which, without, **in_shard)
+    if draw is None or len(sizes) == 1:
+        return draw
+    shots = [rng("support size", options.seed, n, *key).integers(len(sizes), size=tasks) for n in numbers]
+    # Draws of n-way tasks have the classes one after the other, but for those from the current task.
+    groups = 1 if draw.classes is None or definition.which == "current" else draw.classes.shape[-1]
+    return draw.with_support(np.asarray(sizes)[np.stack(shots)], groups)
+
+
+def num_tasks(learner: Learner, shard: Shard | None) -> int:
+    """The number of tasks of an update, or of a shard's part of it."""
+    tasks = learner.options.tasks_per_step
+    return tasks if shard is None else learner.sharding.shares(tasks)[shard.number]
+
+
+def draw_numbers(learner: Learner, numbers: Sequence[int]) -> list[int]:
+    """The numbers of the draws of updates: draws that failed are skipped."""
+    return [number + learner.skipped for number in numbers]
+
+
+def gather(learner: Learner, draw: Draw) -> tuple[Any, Any]:
+    """The support and query batches of a draw, with the tasks' classes if the network chooses its outputs by them."""
+    support, query = learner.memory.gather(draw)
+    adaptation = learner.definition.objective.adaptation
+    if adaptation is not None and adaptation.takes_weights:
+        first = _first_occurrences(torch.cat([draw.support, draw.query], -1)).to(learner.state.flat.dtype)
+        weights = first.split([draw.support.shape[-1], draw.query.shape[-1]], -1)
+        return WeightedBatch(*support, weights[0]), WeightedBatch(*query, weights[1])
+    if learner.network.num_classes is None or draw.classes is None:
+        return support, query
+    return ClassBatch(*support, draw.classes), ClassBatch(*query, draw.classes)
+
+
+def _first_occurrences(index: Tensor) -> Tensor:
+    """Whether each number is the first of its value in its row, (..., numbers)."""
+    return ~(index[..., :, None] == index[..., None, :]).tril(-1).any(-1)
+
+
+def _dropout_seeds(learner: Learner, numbers: Sequence[int], shard: Shard | None = None) -> Tensor | None:
+    """Seeds of the dropout masks, (updates, inner steps + 1, tasks)."""
+    if not learner.network.has_dropout:
+        return None
+    shape = (learner.definition.objective.inner.steps + 1, num_tasks(learner, shard))
+    seeds = [
+        rng("dropout", learner.options.seed, number, *key_of(shard)).integers(2**31, size=shape) for number in numbers
+    ]
+    return torch.from_numpy(np.stack(seeds)).to(learner.device)
+
+
+def chunks(numbers: range) -> list[slice]:
+    """The updates whose datapoints are gathered together."""
+    return [slice(start, start + _GATHERED_UPDATES) for start in range(0, len(numbers), _GATHERED_UPDATES)]
+
+
+def stacked_batches(
+    learners: Sequence[Learner], numbers: range, draws: Sequence[Draw], chunk: slice, shard: Shard | None = None
+) -> tuple[Any, Any, Tensor | None]:
+    """Support and query of some updates, (updates, learners, tasks, ...), and the seeds of their dropout masks."""
+    pairs = [gather(learner, draw.at(chunk)) for learner, draw in zip(learners, draws, strict=True)]
+    # Updates come first, so that the inputs of one update have the same strides whatever the number of updates.
+    support, query = (stack(list(trees), 1) for trees in zip(*pairs, strict=True))
+    noises = [_dropout_seeds(learner, numbers[chunk], shard) for learner in learners]
+    noise = None if noises[0] is None else stack([seeds for seeds in noises if seeds is not None], 1)
+    return support, query, noise
+
+
+def stack(trees: list[Any], dim: int = 0) -> Any:
+    """Stack trees of tensors."""
+    if len(trees) == 1:
+        return tree_map(lambda leaf: leaf.unsqueeze(dim), trees[0])
+    return tree_map(lambda *leaves: torch.stack(leaves, dim), *trees)
+
+
+def unbind(trees: list[Any]) -> list[Any]:
+    """Split trees of tensors (updates, learners, ...) into one tree per update."""
+    leaves, spec = tree_flatten(trees)
+    return [tree_unflatten(list(update), spec) for update in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
