@@ -79,7 +79,8 @@ def _update_side_by_side(learners: Sequence[Learner], steps: int | None) -> None
     with Change(learners, nested=True):
         for learner, state, reasons in zip(learners, outer.states(numbers.stop), aside, strict=True):
             learner.state = state
-            quarantine(learner, reasons)
+            if reasons:
+                quarantine(learner, reasons)
 
 
 def _culprits(
@@ -216,7 +217,7 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
         return None
     kinds = {(type(learner), learner.definition.adaptation) for learner in learners}
     sizes = {str(tree_map(lambda leaf: leaf.shape, pair)) for pair in zip(data, xs, strict=True)}
-    if len(kinds) > 1 or len(sizes) > 1 or not all(lead.network.is_like(learner.network) for learner in learners):
+    if len(kinds) > 1 or len(sizes) > 1 or not all(lead.network.is_like(learner.network) for learner in learners[1:]):
         return None
     params = lead.definition.objective.layout.named(torch.stack([learner.state.flat for learner in learners]))
     chosen = lead.network.num_classes is not None

@@ -65,7 +65,8 @@ class TaskBuffer:
         self._entries.begin(name)
         for entry in excess:
             self._entries.drop(entry)
-        self._regroup()
+        if excess:
+            self._regroup()
 
     def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None, task: str | None = None) -> None:
         """Store datapoints of the open task, or of the task with a name, whether or not it is new."""
@@ -183,9 +184,10 @@ class TaskBuffer:
 
     def mark(self) -> tuple[Any, ...]:
         """Make all changes so far permanent, and return this point for `rollback`."""
-        self._regroup()
+        if self._entries.holes:
+            self._regroup()
         self._entries.mark()
-        return self.point()
+        return self.store, self.store.length, self._entries, 0
 
     def point(self) -> tuple[Any, ...]:
         """This point for `rollback`, within the changes since the latest mark."""
@@ -342,7 +344,7 @@ class TaskBuffer:
     def _regroup(self) -> None:
         """Copy the rows in use to a new storage if many are not; batches taken from the old one stay valid."""
         before = self._entries
-        if before.holes == 0 or before.holes < _MAX_HOLES * self.store.length:
+        if not before.holes or before.holes < _MAX_HOLES * self.store.length:
             return
         kept = before.all()
         store, entries = self.store.copy_of(index_of(kept)) if kept else Rows(self.device), before.compacted()

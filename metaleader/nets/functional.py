@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.selection import Params
-from metaleader.losses import Loss, takes_labels
+from metaleader.losses import Loss, squared_error, takes_labels
 from metaleader.models import TaskLogits
 from metaleader.nets import calls
 from metaleader.nets.convert import adapted_copy, functional_copy, tied_names
@@ -265,29 +265,10 @@ class Network:
 
     @torch.no_grad()
     def check(self, params: Params, batch: Batch, where: str) -> None:
-        """Reject datapoints that the module or the loss cannot take, before anything is stored.
-
-        Rows of a new shape are tried two at a time, since a single number would pass as a row; a single row is tried
-        twice and alone. The second derivative is tried too, which finds modules that cannot be made functional.
-        """
-        for leaf in tree_leaves(batch.x):
-            dtype = next(iter(params.values())).dtype
-            if leaf.is_floating_point() and leaf.dtype != dtype:
-                raise ValueError(
-                    f"{where}: x is {leaf.dtype}, the model's parameters are {dtype}; convert with x.to({dtype})"
-                )
+        """Reject datapoints that the module or the loss cannot take, before anything is stored."""
         if row_signature(batch) != self._checked_rows:
-            # On a copy, since the module may change itself.
-            trial = copy.copy(self)
-            trial.module = copy.deepcopy(self.module)
-            trial._copies = Copies(trial.module, [trial.module])
-            trial._try(params, rows(batch, torch.arange(2, device=_device(batch)) % num_rows(batch)), where)
-            if num_rows(batch) == 1:
-                trial._try_loss(params, Batch(batch.x, _safe_labels(batch.y, self.loss)), where)
-            self._outputs, self._checked_rows = trial._outputs, trial._checked_rows
-        if not takes_labels(self.loss):
-            self._try_loss(params, batch, where)
-        else:
+            self._try_rows(params, batch, where)
+        if takes_labels(self.loss):
             low, high = int(batch.y.min()), int(batch.y.max())
             assert self._outputs is not None
             if low < 0 or high >= self._outputs:
@@ -295,6 +276,28 @@ class Network:
                     f"{where}: labels must lie in 0..{self._outputs - 1}, the model has {self._outputs} outputs; got"
                     f" {low}..{high}"
                 )
+        elif self.loss is not squared_error:  # which takes all values of one shape
+            self._try_loss(params, batch, where)
+
+    def _try_rows(self, params: Params, batch: Batch, where: str) -> None:
+        """Try rows of a new shape, on a copy, since the module may change itself.
+
+        They are tried two at a time, since a single number would pass as a row; a single row is tried twice and alone.
+        The second derivative is tried too, which finds modules that cannot be made functional.
+        """
+        for leaf in tree_leaves(batch.x):
+            dtype = next(iter(params.values())).dtype
+            if leaf.is_floating_point() and leaf.dtype != dtype:
+                raise ValueError(
+                    f"{where}: x is {leaf.dtype}, the model's parameters are {dtype}; convert with x.to({dtype})"
+                )
+        trial = copy.copy(self)
+        trial.module = copy.deepcopy(self.module)
+        trial._copies = Copies(trial.module, [trial.module])
+        trial._try(params, rows(batch, torch.arange(2, device=_device(batch)) % num_rows(batch)), where)
+        if num_rows(batch) == 1:
+            trial._try_loss(params, Batch(batch.x, _safe_labels(batch.y, self.loss)), where)
+        self._outputs, self._checked_rows = trial._outputs, trial._checked_rows
 
     def _try(self, params: Params, batch: Batch, where: str) -> None:
         batch = Batch(batch.x, _safe_labels(batch.y, self.loss))
