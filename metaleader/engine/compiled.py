@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from metaleader.engine.determinism import tf32
 from metaleader.engine.objective import Objective, learned_rates, without_rates
 from metaleader.gradient.attention import plain_attention
-from metaleader.gradient.meta import adjoint, inner_gradient, inner_step, scalar_loss, sum_over_chunks
-from metaleader.gradient.selection import Params, split, step_sizes
+from metaleader.gradient.meta import adjoint, inner_gradient, inner_step, sum_over_chunks
+from metaleader.gradient.selection import Params, scalar_loss, split, step_sizes
 from metaleader.system.machine import cache_folder
 
 
@@ -46,7 +46,9 @@ class CompiledGradient:
         num_tasks = tree_leaves(query)[0].shape[1]
         sums = functools.partial(self._sums, params)
         with compiling():
-            total = sum_over_chunks(sums, self.objective.inner.chunk or num_tasks, support, query, noise, task_dim=1)
+            total = sum_over_chunks(
+                sums, self.objective.inner.tasks_at_once or num_tasks, support, query, noise, task_dim=1
+            )
             return tree_map(lambda value: value / num_tasks, total)
 
     def _sums(self, params: Params, support: Any, query: Any, noise: Tensor | None = None) -> tuple[Tensor, Params]:

@@ -11,13 +11,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from metaleader.engine.compiled import compiling
+from metaleader.gradient.attention import plain_attention
 from metaleader.tasks import tensors_of
 
 
 class Captured:
-    """A program as one CUDA graph: inputs are copied in, outputs copied out."""
+    """A program as one CUDA graph: inputs are copied in, outputs copied out.
 
-    def __init__(self, program: Callable[..., Any], inputs: tuple[Any, ...], pool: Any) -> None:
+    Args:
+        program: called with inputs of fixed shapes; it must not wait for the device.
+        inputs: of the first call.
+        pool: the memory pool of the graph.
+        compiled: whether the program has compiled parts.
+    """
+
+    def __init__(self, program: Callable[..., Any], inputs: tuple[Any, ...], pool: Any, compiled: bool) -> None:
         given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
         static = tensors_of(given)
         # Grouped by dtype: torch copies a group of one dtype in one launch.
@@ -26,12 +34,16 @@ class Captured:
         self._inputs = [[static[i] for i in group] for group in self._groups]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), compiling():
+        settings = compiling if compiled else plain_attention
+        with torch.cuda.stream(stream), settings():
             for _ in range(2):
                 program(*given)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, stream=_main_stream(torch.cuda.current_device())), compiling():
+        stream = _main_stream(torch.cuda.current_device())
+        # "thread_local": other threads may allocate memory during the capture.
+        graph = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        with graph, settings():
             outputs, self._out_form = tree_flatten(program(*given))
         self._outputs = outputs
         self._program = program

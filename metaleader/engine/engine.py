@@ -1,14 +1,15 @@
-"""The engine: runs gradients and predictions eagerly, compiled, or captured in a CUDA graph.
+"""The engine: runs gradients and predictions eagerly, compiled, or as a CUDA graph.
 
 The gradient is that of `meta_gradient` in every mode. A network that begins with convolutions, batch norm and ReLU runs
 as a chain (`engine.conv`), on a GPU by kernels written for it. Other networks run eagerly, or by functions compiled
-with torch.compile (`engine.compiled`). A captured program is one CUDA graph (`engine.cuda_graph`).
+with torch.compile (`engine.compiled`). On a GPU, either is replayed as one CUDA graph (`engine.cuda_graph`).
 
 Learners of one shape run side by side: every tensor has a leading learner dimension.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -26,15 +27,18 @@ from metaleader.engine.objective import Adaptation, GradientSteps, Objective, le
 from metaleader.engine.programs import Chains, Gradient, OuterStep, Updates, compiled_gradient
 from metaleader.gradient.meta import descend
 from metaleader.gradient.selection import Params
+from metaleader.gradient.unrolled import TooLargeError
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, ClassBatch, tensors_of
 
-Mode = Literal["auto", "eager", "compiled", "captured"]
+Mode = Literal["auto", "eager", "graphed", "compiled", "captured"]
 
 _log = logging.getLogger("metaleader")
 # Below these numbers of planned updates, compiling takes longer than it saves. On the CPU, Rainbow's program takes 40 s
 # to compile and saves that in a few hundred updates; smaller networks save less, and other shapes compile again.
 _WORTH_COMPILING = {"cpu": 3000, "cuda": 300}
+# The mode in which a program runs next if it fails in a mode
+_FALLBACK: dict[Mode, Mode] = {"captured": "graphed", "graphed": "eager", "compiled": "eager"}
 # The number of programs kept; each size of D_t has its own.
 _MAX_PROGRAMS = 256
 
@@ -43,24 +47,26 @@ class Engine:
     """Runs the gradients and predictions of learners of one shape.
 
     Args:
-        mode: "eager"; "compiled" with torch.compile; "captured", compiled and replayed as a CUDA graph; or "auto": the
-            fastest mode that pays off for the planned number of updates.
+        mode: "eager"; "graphed", eager operations replayed as a CUDA graph; "compiled" with torch.compile; "captured",
+            compiled and replayed as a CUDA graph; or "auto": the fastest mode that pays off for the planned number of
+            updates.
         planned_updates: the number of updates that "auto" decides by.
         device: where the learners are.
 
     Attributes:
-        mode: the mode in use; a network that does not compile falls back to "eager", with a message.
+        mode: the mode in use; a network that does not compile falls back to "graphed" or "eager", with a message.
     """
 
     def __init__(self, mode: Mode = "auto", planned_updates: int = 0, device: torch.device | str = "cpu") -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"engine must be one of {', '.join(get_args(Mode))}; got {mode!r}")
         kind = torch.device(device).type
-        if mode == "captured" and kind != "cuda":
-            raise ValueError(f"engine 'captured' needs a CUDA device, got {device}; use 'compiled'")
+        if mode in ("graphed", "captured") and kind != "cuda":
+            raise ValueError(f"engine {mode!r} needs a CUDA device, got {device}; use 'compiled'")
         if mode == "auto":
             pays = planned_updates >= _WORTH_COMPILING.get(kind, 10**9)
-            mode = ("captured" if kind == "cuda" else "compiled") if pays else "eager"
+            on_gpu = kind == "cuda"
+            mode = ("captured" if on_gpu else "compiled") if pays else ("graphed" if on_gpu else "eager")
         self.mode: Mode = mode
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._chains = Chains()
@@ -163,8 +169,9 @@ class Engine:
     ) -> Any:
         """Run the program for inputs of these shapes, built at the first call.
 
-        With `eager`, the program is not captured. If compilation fails, this program runs eagerly, and with `decides`
-        all later programs too.
+        With `eager`, the program is not captured. If a program cannot be compiled or captured, it runs in the fallback
+        of the mode, and with `decides` all later programs too. Without `decides`, programs are captured only in the
+        mode "captured", since capturing takes as long as several calls.
         """
         leaves = tensors_of(inputs)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -173,18 +180,19 @@ class Engine:
         # On the CPU the one setting that matters; see `repeatable`.
         with torch.autograd.set_multithreading_enabled(False) if on_cpu else repeatable(leaves[0].device):
             program, result = self._programs.pop(key, None), None
-            if program is None and (eager or self.mode == "eager"):
-                program = make()
-            elif program is None:
+            eager = eager or (self.mode == "graphed" and not decides)
+            while program is None and not (eager or self.mode == "eager"):
                 try:
                     program, result = self._started(make(), inputs)
                 except (StateReadError, HookError):
                     raise
                 except Exception as error:
                     reason = " ".join(str(error).split())[:300] or type(error).__name__
-                    _log.warning("the network does not compile, continuing eagerly: %s", reason)
-                    self.mode = "eager" if decides else self.mode
-                    program = make()
+                    mode = _FALLBACK[self.mode] if decides else "eager"
+                    _log.warning("engine mode %r fails, continuing with %r: %s", self.mode, mode, reason)
+                    self._pool = None  # a failed capture may have left it unusable
+                    self.mode, eager = (mode, False) if decides else (self.mode, True)
+            program = program or make()
             # Ordered by last use: the first program is the one to drop.
             self._programs[key] = program
             if len(self._programs) > _MAX_PROGRAMS:
@@ -193,18 +201,18 @@ class Engine:
 
     def _started(self, program: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Callable[..., Any], Any]:
         """A program that has run once, captured if that is the mode, and its result."""
-        if self.mode != "captured":
+        if self.mode not in ("graphed", "captured"):
             return program, program(*inputs)
         # All graphs share one memory pool: they run one at a time, and their outputs are copied.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = Captured(program, inputs, self._pool)
+        graph = Captured(program, inputs, self._pool, compiled=self.mode == "captured")
         return graph, graph(*inputs)
 
     def _gradient_program(
         self, objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None
     ) -> Callable[..., tuple[Tensor, Tensor]]:
         batch = tree_map(lambda leaf: leaf[0], query)
-        compiled = self.mode != "eager" and not _is_eager(objective)
+        compiled = self.mode in ("compiled", "captured") and not _is_eager(objective)
         if objective.task_gradient is not None:
             params = objective.layout.named(flat)
             return functools.partial(
@@ -232,9 +240,12 @@ def _flat_gradient(
 
 
 def eager_gradient(objective: Objective) -> Gradient:
-    """The gradient by torch.func, batched over tasks and learners."""
+    """The gradient in plain operations, batched over tasks and learners."""
 
     def all_learners(params: Params, support: Any, query: Any, noise: Tensor | None) -> tuple[Tensor, Params]:
+        if len(next(iter(params.values()))) > 1 and objective.inner.unroll is not False:
+            with contextlib.suppress(TooLargeError):
+                return objective.mean_over_tasks(params, support, query, noise, side_by_side=True)
         return over_learners(objective.mean_over_tasks, params, support, query, noise)
 
     return all_learners

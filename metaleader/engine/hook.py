@@ -153,7 +153,7 @@ class HookGradient:
         assert hook is not None
         self._hook = own.method() if isinstance(own, OwnGradient) else hook
         self._name = own.name if isinstance(own, OwnGradient) else hook.__qualname__
-        self._chunk = objective.inner.chunk
+        self._chunk = objective.inner.tasks_at_once
         self._loops, self._compiled = False, None
         one_task = tree_map(lambda leaf: leaf[:, :1], (support, query))
         try:

@@ -10,7 +10,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 from torch.utils._pytree import tree_map
 
-from metaleader.gradient.meta import Inner, descend, mean_gradient
+from metaleader.gradient.meta import Inner, descend, mean_gradient, unrolled_mean
 from metaleader.gradient.selection import LossFn, Params, StepSize, moving_names, split, step_sizes
 from metaleader.nets.functional import Layout, Network
 
@@ -27,6 +27,20 @@ LOG_LR = "log inner_lr of "
 _NO_INNER_STEPS = Inner(steps=0)
 # (params, support, query) of one task -> loss, gradients by name
 TaskGradient = Callable[[Params, Any, Any], tuple[Tensor, Params]]
+
+
+class Form(NamedTuple):
+    """The form in which a meta-gradient is computed; see `engine.form`.
+
+    Attributes:
+        unroll: whether the activations of all inner steps are held at once.
+        chunk: the number of tasks computed at a time; None is all.
+        operations: about how many operations of torch one gradient takes.
+    """
+
+    unroll: bool
+    chunk: int | None
+    operations: int
 
 
 class Adaptation(ABC):
@@ -75,6 +89,7 @@ class Objective:
         learn_lr: whether the logarithms of the step sizes are among the parameters; `inner.lr` is their initial value.
         adaptation: a procedure other than gradient steps.
         own_gradient: the loss and gradient of one task, written by a user, in place of those of the objective.
+        operations: about how many operations of torch one gradient takes, or None if that is not known.
     """
 
     network: Network
@@ -82,11 +97,23 @@ class Objective:
     learn_lr: bool = False
     adaptation: Adaptation | None = None
     own_gradient: TaskGradient | None = None
+    operations: int | None = None
 
     @functools.cached_property
     def layout(self) -> Layout:
         """Of everything that is learned."""
         return Layout(self.params())
+
+    @functools.cached_property
+    def _by_form(self) -> dict[Form, Objective]:
+        return {}
+
+    def in_form(self, form: Form) -> Objective:
+        """The same objective whose gradient is computed in a form; one object per form."""
+        if form not in self._by_form:
+            inner = self.inner._replace(unroll=form.unroll, chunk=form.chunk)
+            self._by_form[form] = replace(self, inner=inner, operations=form.operations)
+        return self._by_form[form]
 
     def params(self) -> Params:
         """The initial parameters of the network, and those of the adaptation or the step sizes if they are learned."""
@@ -122,15 +149,21 @@ class Objective:
         support, query = tree_map(lambda leaf: leaf[None], (support, query))
         return self.mean_over_tasks(params, support, query, None)
 
-    def mean_over_tasks(self, params: Params, support: Any, query: Any, noise: Tensor | None) -> tuple[Tensor, Params]:
-        """The mean loss over tasks after gradient steps, and its gradient; batched over tasks."""
+    def mean_over_tasks(
+        self, params: Params, support: Any, query: Any, noise: Tensor | None, side_by_side: bool = False
+    ) -> tuple[Tensor, Params]:
+        """The mean loss over tasks after gradient steps, and its gradient; batched over tasks.
+
+        With `side_by_side`, every tensor has a leading learner dimension, and the inner loop is unrolled.
+        """
         moving = moving_names([name for name, _ in self.network.module.named_parameters()], self.inner.only)
         theta = {name: value for name, value in params.items() if name in moving}
         fixed = {name: v for name, v in params.items() if name not in moving and not name.startswith(LOG_LR)}
         learned = learned_rates(params) if self.learn_lr else {}
         inner = self.inner._replace(lr=learned or step_sizes(self.inner.lr, theta))
+        function = functools.partial(unrolled_mean, side_by_side=True) if side_by_side else mean_gradient
         loss_fn = self.network.loss_fn
-        loss, gradient, by_rate = mean_gradient(loss_fn, theta, fixed, inner, support, query, noise, self.learn_lr)
+        loss, gradient, by_rate = function(loss_fn, theta, fixed, inner, support, query, noise, self.learn_lr)
         gradient |= {LOG_LR + name: by_rate[name] * rate for name, rate in learned.items()}
         return loss, {name: gradient[name] for name in params}
 

@@ -1,7 +1,8 @@
 """Adaptation by gradient steps, and the exact meta-gradient of the loss after it (Eq. 5 of the paper).
 
 The update procedure U takes inner steps theta_{s+1} = theta_s - D g(theta_s), where D is the diagonal of step sizes and
-g the gradient of the support loss. The meta-gradient follows by the adjoint recursion instead of unrolling:
+g the gradient of the support loss. Where memory allows, the meta-gradient is that of the unrolled inner loop
+(`gradient.unrolled`). Elsewhere it follows by the adjoint recursion:
 
     lambda_K = gradient of the query loss at theta_K
     lambda_s = lambda_{s+1} - H(theta_s) (D lambda_{s+1})        H: Hessian of the support loss
@@ -15,9 +16,10 @@ only in the functions that they pass to it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +27,8 @@ from torch.func import grad, grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.gradient.attention import plain_attention
-from metaleader.gradient.selection import LossFn, Params, StepSize, check_steps, split, step_sizes
+from metaleader.gradient.selection import LossFn, Params, StepSize, check_steps, scalar_loss, split, step_sizes
+from metaleader.gradient.unrolled import TooLargeError, default_budget, unrolled_sums
 
 
 def adapt(
@@ -91,24 +94,21 @@ def inner_gradient(loss_fn: LossFn, moving: Params, fixed: Params, batch: Any, *
     return grad(lambda m: scalar_loss(loss_fn, {**fixed, **m}, batch, *noise))(moving)
 
 
-def scalar_loss(loss_fn: LossFn, params: Params, batch: Any, *noise: Tensor) -> Tensor:
-    """Call a loss and reject a result that is not a scalar."""
-    loss = loss_fn(params, batch, *noise)
-    if not isinstance(loss, Tensor) or loss.ndim != 0:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn must return a scalar tensor, got {got}; average over the datapoints")
-    return loss
-
-
 class Inner(NamedTuple):
     """The inner loop of a meta-gradient: the arguments that stay the same from update to update."""
 
     lr: StepSize = 0.1
     steps: int = 5
     first_order: bool = False
-    chunk: int | None = None
+    chunk: int | Literal["auto"] | None = None
     only: str | None = None
     every_step: bool = False
+    unroll: bool | None = None
+
+    @property
+    def tasks_at_once(self) -> int | None:
+        """The number of tasks computed at a time; None is all, also where a number has not been chosen yet."""
+        return None if self.chunk == "auto" else self.chunk
 
 
 @torch.no_grad()
@@ -126,6 +126,7 @@ def meta_gradient(
     noise: Tensor | None = None,
     every_step: bool = False,
     lr_gradient: bool = False,
+    unroll: bool | None = None,
 ) -> tuple[Any, ...]:
     """The mean query loss after `inner_steps` steps on the support sets, and its exact gradient.
 
@@ -146,6 +147,9 @@ def meta_gradient(
             sees the dropout mask of its inner step; the last row is for the query loss.
         every_step: take the mean of the query losses after each inner step, instead of the loss after the last.
         lr_gradient: also return the gradient with respect to `inner_lr`, in the form of `inner_lr`.
+        unroll: True holds the activations of all inner steps, which is faster; False holds those of one at a time. None
+            unrolls if they fit into a quarter of the memory of the device. It changes only the rounding. Under a
+            transform of `torch.func` and in compiled functions, it is always False.
 
     Returns:
         The loss, its gradient by parameter name, and with `lr_gradient` the gradient of the step sizes.
@@ -158,7 +162,7 @@ def meta_gradient(
     check_steps(inner_steps, noise, rows=inner_steps + 1)
     _check_tasks(support if inner_steps else query, query, noise, chunk)
     moving, fixed = split(params, only)
-    inner = Inner(step_sizes(inner_lr, moving), inner_steps, first_order, chunk, only, every_step)
+    inner = Inner(step_sizes(inner_lr, moving), inner_steps, first_order, chunk, only, every_step, unroll)
     loss, gradient, rate_gradient = mean_gradient(loss_fn, moving, fixed, inner, support, query, noise, lr_gradient)
     gradient = {name: gradient[name] for name in params}
     if not lr_gradient:
@@ -179,7 +183,10 @@ def mean_gradient(
     lr_gradient: bool = False,
 ) -> tuple[Tensor, Params, Params]:
     """`meta_gradient` without its checks: `inner.lr` maps each moving tensor to its step size."""
-    # vmap is outermost: torch 2.13 gives a wrong second derivative of batch norm for grad over vmap.
+    if inner.unroll is not False and not in_transform():
+        with contextlib.suppress(TooLargeError):
+            return unrolled_mean(loss_fn, moving, fixed, inner, support, query, noise, lr_gradient)
+    # vmap is outermost: torch 2.13 gives a wrong second derivative of batch norm for torch.func.grad over vmap.
     one_task = lambda *batch: _task_gradient(loss_fn, moving, fixed, inner, lr_gradient, *batch)  # noqa: E731
     many_tasks = vmap(one_task, in_dims=(0, 0) + (() if noise is None else (1,)))
 
@@ -188,8 +195,42 @@ def mean_gradient(
 
     num_tasks = tree_leaves(query)[0].shape[0]
     with plain_attention():
-        totals = sum_over_chunks(sums, inner.chunk or num_tasks, support, query, noise)
+        totals = sum_over_chunks(sums, inner.tasks_at_once or num_tasks, support, query, noise)
     return tree_map(lambda total: total / num_tasks, totals)
+
+
+def unrolled_mean(
+    loss_fn: LossFn,
+    moving: Params,
+    fixed: Params,
+    inner: Inner,
+    support: Any,
+    query: Any,
+    noise: Tensor | None,
+    lr_gradient: bool = False,
+    side_by_side: bool = False,
+) -> tuple[Tensor, Params, Params]:
+    """`mean_gradient` through the unrolled inner loop; also for learners side by side.
+
+    Raises:
+        TooLargeError: with `unroll=None`, if the activations of all inner steps exceed `default_budget`.
+    """
+    leaf, task_dim = tree_leaves(query)[0], int(side_by_side)
+    num_tasks, budget = leaf.shape[task_dim], None if inner.unroll else default_budget(leaf.device)
+
+    def sums(*batch: Any) -> Any:
+        given = {"lr_gradient": lr_gradient, "side_by_side": side_by_side, "budget": budget}
+        return unrolled_sums(loss_fn, moving, fixed, inner, *batch, **given)
+
+    with plain_attention():
+        totals = sum_over_chunks(sums, inner.tasks_at_once or num_tasks, support, query, noise, task_dim)
+    return tree_map(lambda total: total / num_tasks, totals)
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` is active, or code is compiled: torch.autograd cannot be used there."""
+    level = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.compiler.is_compiling() or level() is not None
 
 
 def sum_over_chunks(

@@ -1,9 +1,10 @@
-"""Which parameters the inner loop moves, and by which step sizes."""
+"""Which parameters the inner loop moves, by which step sizes, and checks of the arguments."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -63,3 +64,12 @@ def check_steps(steps: int, noise: Tensor | None, rows: int) -> None:
         raise ValueError(f"the number of steps must be 0 or more, got {steps}")
     if noise is not None and (noise.ndim == 0 or noise.shape[0] != rows):
         raise ValueError(f"noise must have {rows} rows, one per evaluation of the loss, got {tuple(noise.shape)}")
+
+
+def scalar_loss(loss_fn: LossFn, params: Params, batch: Any, *noise: Tensor) -> Tensor:
+    """Call a loss and reject a result that is not a scalar."""
+    loss = loss_fn(params, batch, *noise)
+    if not isinstance(loss, Tensor) or loss.ndim != 0:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn must return a scalar tensor, got {got}; average over the datapoints")
+    return loss

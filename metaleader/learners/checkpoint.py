@@ -42,7 +42,7 @@ _NO_SETTINGS = ("model", "loss", "device", "engine", "round", "task")
 def load_state(learner: Learner, state: Mapping[str, Any]) -> None:
     """Put a learner into a state: `Learner.load_state_dict`."""
     try:
-        restored = state_from_tree(state, learner.layout, learner.state, learner.rule)
+        restored = state_from_tree(state, learner.definition.objective, learner.state, learner.rule)
         memory = _memory_of_state(learner, mapping(state, "buffer"))
         skipped = integer(state, "skipped", low=0) if "skipped" in state else 0
         t, task = integer(state, "round", low=-1), text_or_none(state, "task")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from metaleader.engine.objective import Adaptation, GradientSteps, Objective
 from metaleader.gradient.meta import Inner
@@ -34,8 +34,9 @@ class FTMLOptions(Options):
     """Minimise the mean of the losses after each inner step, instead of the loss after the last."""
     learn_lr: bool = False
     """Learn the inner step sizes too, one for each tensor that moves, starting at `inner_lr`."""
-    chunk: int | None = None
-    """The number of tasks computed at a time; bounds the memory. None computes all at once."""
+    chunk: int | Literal["auto"] | None = "auto"
+    """The number of tasks computed at a time; bounds the memory. None computes all at once. "auto" chooses a number
+    before the first update, by the memory that is free; it is saved with the learner."""
     adaptation: Adaptation | Mapping[str, Any] | None = None
     """A procedure such as `BayesianHead()` that adapts instead of gradient steps; None takes gradient steps."""
 
@@ -82,7 +83,7 @@ class FTML(Learner):
         """FTML adapts on support data of all tasks and minimises the loss on their query data."""
         o = self.options
         support = o.support if isinstance(o.support, int) else tuple(o.support)
-        if o.chunk is not None:
+        if o.chunk is not None and o.chunk != "auto":
             check_integer("chunk", o.chunk, 1)
         if o.adaptation is not None:
             assert isinstance(o.adaptation, Adaptation)

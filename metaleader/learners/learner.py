@@ -123,7 +123,7 @@ class Learner(Configured, ABC):
             state, t = self.state, self.round + 1
             if self.definition.restarts:
                 flat = self.layout.flat(initial_params(self.model, self.options.seed, t, self.device))
-                state = State(flat, {}, state.step, state.step)
+                state = State(flat, {}, state.step, state.step, state.form)
             with Change([self]):
                 memory.begin(str(name), classes, self.network.num_classes)
                 vars(self).update(memory=memory, state=state, round=t, task=str(name))

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from metaleader.engine.form import adjoint_form, form_of
+from metaleader.engine.objective import Form, Objective
 from metaleader.gradient.selection import Params
 from metaleader.memory.fields import integer, mapping
 from metaleader.nets.functional import Layout
@@ -33,12 +35,14 @@ class State(NamedTuple):
         slots: the optimiser's state of `flat` by name; for a user's optimiser its `state` and `groups`.
         step: the number of updates made.
         schedule_start: the update at which the step schedule begins.
+        form: the form of the gradient, chosen before the first update.
     """
 
     flat: Tensor
     slots: dict[str, Any]
     step: int = 0
     schedule_start: int = 0
+    form: Form | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ class Rule:
 def state_tree(state: State, layout: Layout, elementwise: bool) -> dict[str, Any]:
     """A copy of a state as a tree of tensors and plain values, for a checkpoint."""
     slots = {"0": state.slots} if elementwise and state.slots else state.slots.get("state", {})
+    form = {} if state.form is None else {"form": state.form._asdict()}
     return {
+        **form,
         "step": state.step,
         "schedule_start": state.schedule_start,
         "params": {name: value.clone() for name, value in layout.named(state.flat).items()},
@@ -85,12 +91,15 @@ def state_tree(state: State, layout: Layout, elementwise: bool) -> dict[str, Any
     }
 
 
-def state_from_tree(tree: Mapping[str, Any], layout: Layout, like: State, rule: Rule) -> State:
+def state_from_tree(tree: Mapping[str, Any], objective: Objective, like: State, rule: Rule) -> State:
     """The state of a checkpoint, on the device of another state.
+
+    Learners that were saved before forms of the gradient were chosen continue by the adjoint recursion, bit for bit.
 
     Raises:
         ValueError: for the state of another model or optimiser.
     """
+    layout = objective.layout
     _check_params(mapping(tree, "params"), layout.named(like.flat))
     params = {name: value.to(like.flat.device) for name, value in tree["params"].items()}
     optimizer, elementwise = mapping(tree, "optimizer"), rule.elementwise
@@ -106,7 +115,8 @@ def state_from_tree(tree: Mapping[str, Any], layout: Layout, like: State, rule: 
     else:
         slots = {"state": saved, "groups": groups} if groups else {}
     step = integer(tree, "step")
-    return State(layout.flat(params), slots, step, integer(tree, "schedule_start", high=step))
+    form = form_of(mapping(tree, "form")) if "form" in tree else adjoint_form(objective) if step else None
+    return State(layout.flat(params), slots, step, integer(tree, "schedule_start", high=step), form)
 
 
 def _are_slots(slots: Mapping[str, Any], rule: Rule, flat: Tensor) -> bool:

@@ -26,10 +26,12 @@ class Outer:
     Attributes:
         flat: the parameters, (learners, number of parameters), changed in place.
         elementwise: whether one optimiser steps all learners.
+        form: the form of the gradient, chosen before the first update.
     """
 
     def __init__(self, rule: Rule, layout: Layout, states: Sequence[State]) -> None:
         self._rule, self._states = rule, states
+        self.form = states[0].form
         self.elementwise = isinstance(rule.optimizer, str)
         self.flat = torch.stack([state.flat for state in states])
         if isinstance(rule.optimizer, str):
@@ -98,7 +100,7 @@ class Outer:
         else:
             by_row = [_user_slots(optimizer) for optimizer in self._optimizers]
         triples = zip(rows, by_row, self._states, strict=True)
-        return [State(row, slots, step, state.schedule_start) for row, slots, state in triples]
+        return [State(row, slots, step, state.schedule_start, self.form) for row, slots, state in triples]
 
 
 class BatchedOptimizer:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from metaleader.engine.form import choose_form
 from metaleader.engine.hook import OwnGradient, StateReadError
 from metaleader.engine.objective import GradientSteps
 from metaleader.learners.batches import chunks, draw_meta_batches, draw_numbers, gather, stack, stacked_batches, unbind
@@ -158,14 +159,17 @@ def _not_finite(learner: Learner, failure: Failure, update: int, num_updates: in
 
 
 def _are_shareable(learners: Sequence[Learner]) -> bool:
-    """Whether one program serves all learners: their networks are alike, and so is all that a `task_gradient` reads."""
+    """Whether one program serves all learners.
+
+    Their networks and forms of the gradient are alike, and so is all that a `task_gradient` reads.
+    """
     lead = learners[0]
     values = []
     for learner in learners:
         own = learner.definition.objective.own_gradient
         if not lead.network.is_like(learner.network) or (isinstance(own, OwnGradient) and not own.shared):
             return False
-        values.append(own.values() if isinstance(own, OwnGradient) else own)
+        values.append((own.values() if isinstance(own, OwnGradient) else own, learner.state.form))
     return all(value == values[0] for value in values)
 
 
@@ -185,6 +189,10 @@ def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draw
     watched: list[Tensor] = []
     for chunk in chunks(numbers):
         *batches, noise = stacked_batches(learners, numbers, draws, chunk)
+        if outer.form is None:
+            first = tree_map(lambda leaf: leaf[0], batches)
+            outer.form = choose_form(objective, outer.flat, first[0], first[1], None if noise is None else noise[0])
+        objective = lead.definition.objective.in_form(outer.form)
         if together:
             tensors, values = engine.updates(
                 objective, outer.make, outer.tensors, outer.lr_tensor(lrs[chunk]), *batches

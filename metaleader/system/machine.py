@@ -97,3 +97,23 @@ def peak_mb(device: str) -> float:
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # in KiB on Linux
+
+
+def memory_bytes(device: torch.device, free: bool = False) -> int:
+    """Return the memory of a device, or the part of it that is free, in bytes; for the CPU within the control group."""
+    if device.type == "cuda":
+        available, total = torch.cuda.mem_get_info(device)
+        # Blocks that torch keeps for itself are free to torch.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return available + cached if free else total
+    pages = "SC_AVPHYS_PAGES" if free else "SC_PHYS_PAGES"
+    amount = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    info, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        if free:  # counts the cache of files as free
+            line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
+            amount = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # without a limit, the file has the text "max"
+        limit = int((group / "memory.max").read_text())
+        amount = min(amount, limit - int((group / "memory.current").read_text()) if free else limit)
+    return max(amount, 0)

@@ -306,7 +306,7 @@ def test_side_by_side_compiled_with_kept_and_recomputed_steps(inner_steps: int) 
 def test_auto_chooses_by_the_planned_updates() -> None:
     few, many = Engine("auto", 1), Engine("auto", 10**6)
     assert (few.mode, many.mode) == ("eager", "compiled")
-    assert (Engine("auto", 1, "cuda").mode, Engine("auto", 10**6, "cuda").mode) == ("eager", "captured")
+    assert (Engine("auto", 1, "cuda").mode, Engine("auto", 10**6, "cuda").mode) == ("graphed", "captured")
     assert Engine("auto", 10**6, "meta").mode == "eager", "what is not known to pay is not compiled"
 
 
@@ -315,13 +315,14 @@ def test_a_given_mode_is_kept() -> None:
     assert Engine("eager", 10**6).mode == "eager"
 
 
-def test_captured_needs_cuda() -> None:
-    with pytest.raises(ValueError, match="'captured' needs a CUDA device, got cpu; use 'compiled'"):
-        Engine("captured", device="cpu")
+@pytest.mark.parametrize("mode", ["graphed", "captured"])
+def test_graphs_need_cuda(mode: Mode) -> None:
+    with pytest.raises(ValueError, match=f"'{mode}' needs a CUDA device, got cpu; use 'compiled'"):
+        Engine(mode, device="cpu")
 
 
 def test_unknown_mode() -> None:
-    with pytest.raises(ValueError, match="engine must be one of auto, eager, compiled, captured; got 'fast'"):
+    with pytest.raises(ValueError, match="engine must be one of auto, eager, graphed, compiled, captured; got 'fast'"):
         Engine("fast")  # pyright: ignore[reportArgumentType]
 
 
@@ -459,7 +460,7 @@ def test_norms_that_torch_gets_wrong_are_compiled(model: Callable[[], nn.Module]
 def test_a_wrong_second_derivative_is_noticed_before_compiling(messages: pytest.LogCaptureFixture) -> None:
     engine, found, expected = gradients(FunctionalNorm(unreplaced_layer_norm, 6, 6), "compiled")
     assert engine.mode == "eager"
-    assert "continuing eagerly: torch's second derivative of the network is wrong by" in messages.text
+    assert "continuing with 'eager': torch's second derivative of the network is wrong by" in messages.text
     assert_close(found, expected)
 
 
@@ -493,7 +494,7 @@ def test_what_does_not_compile_goes_on_eagerly_and_says_so(
 ) -> None:
     engine, found, expected = gradients(Unruly(), "compiled")
     assert engine.mode == "eager"
-    assert "the network does not compile, continuing eagerly: " in messages.text
+    assert "engine mode 'compiled' fails, continuing with 'eager': " in messages.text
     assert_close(found, expected)
 
 
@@ -554,6 +555,51 @@ def test_captured_equals_eager(options: dict[str, Any], cuda: torch.device) -> N
     assert_same(updated("captured", 2, device=cuda, **options), expected, 1e-9)
 
 
+GRAPHED: dict[str, dict[str, Any]] = {
+    **GPU,
+    "norms and pooling": {"model": functools.partial(own_conv, torch.float64)},
+    "layer norm": {"model": lambda: after_conv(nn.LayerNorm([4, 6, 6])).double()},
+    "transformer": {"model": lambda: encoder().double()},
+    "chunks": {"model": mlp, "chunk": 3},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", GRAPHED.values(), ids=GRAPHED.keys())
+def test_graphed_equals_eager_and_the_cpu(options: dict[str, Any], cuda: torch.device) -> None:
+    expected = updated("eager", 2, together=False, device=cuda, **options)
+    assert_same(updated("graphed", 2, device=cuda, **options), expected, 1e-9)
+    on_cpu = updated("eager", 2, **options)
+    for one, other in zip(on_cpu, expected, strict=True):
+        torch.testing.assert_close(other.state.flat.cpu(), one.state.flat, rtol=1e-7, atol=1e-7)
+
+
+class CopiesFromTheHost(nn.Module):
+    """Runs on a GPU, but not in a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(128, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.flatten(1)) * torch.tensor([2.0] * CLASSES, device=x.device, dtype=x.dtype)
+
+
+@pytest.mark.gpu
+def test_a_network_that_cannot_be_captured_runs_eagerly(cuda: torch.device, messages: pytest.LogCaptureFixture) -> None:
+    model = lambda: CopiesFromTheHost().double()  # noqa: E731
+    engine = Engine("graphed", device=cuda)
+    found, expected = (learner(e, model, device=cuda) for e in (engine, Engine("eager", device=cuda)))
+    found.update(3)
+    expected.update(3)
+    assert engine.mode == "eager"
+    assert "engine mode 'graphed' fails, continuing with 'eager': " in messages.text
+    assert_same([found], [expected], 1e-9)
+    again = learner(Engine("graphed", device=cuda), mlp, device=cuda)  # captures still work
+    again.update(2)
+    assert again.engine.mode == "graphed"
+
+
 @pytest.mark.gpu
 def test_captured_equals_eager_in_float32(cuda: torch.device) -> None:
     options: dict[str, Any] = {"model": functools.partial(conv_net, torch.float32), "device": cuda}
@@ -569,7 +615,7 @@ def test_devices_agree(cuda: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [ml.FTML, ml.TOE])
-@pytest.mark.parametrize("mode", ["eager", "captured"])
+@pytest.mark.parametrize("mode", ["eager", "graphed", "captured"])
 def test_repeat_and_resume_are_bit_identical(mode: Mode, kind: Any, cuda: torch.device) -> None:
     options: dict[str, Any] = {"model": functools.partial(conv_net, torch.float32), "device": cuda, "kind": kind}
     first, again, resumed = (learner(Engine(mode, device=cuda), **options) for _ in range(3))
@@ -595,7 +641,7 @@ def differentiate(times: int, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["eager", "captured"])
+@pytest.mark.parametrize("mode", ["eager", "graphed", "captured"])
 def test_bits_do_not_depend_on_what_was_differentiated_before(mode: Mode, cuda: torch.device) -> None:
     options: dict[str, Any] = {"model": functools.partial(conv_net, torch.float32), "device": cuda}
     runs = []

@@ -93,14 +93,16 @@ def different_rates(names: list[str]) -> dict[str, float]:
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("per_tensor", [False, True])
 @pytest.mark.parametrize("only", [None, "last"])
-def test_equal_to_unrolled_autograd(name: str, dropout: float, per_tensor: bool, only: str | None):
+@pytest.mark.parametrize("unroll", [False, True])
+def test_equal_to_unrolled_autograd(name: str, dropout: float, per_tensor: bool, only: str | None, unroll: bool):
     loss_fn, oracle, params, support, query = setting(name, dropout)
     last = list(params)[-1].rpartition(".")[0]
     moving = [key for key in params if only is None or key.startswith(f"{last}.")]
     assert len(moving) == (2 if only else len(params))
     rate = different_rates(moving) if per_tensor else RATE
     noise = torch.from_numpy(rng("noise").integers(2**31, size=(STEPS + 1, TASKS))) if dropout else None
-    found = meta_gradient(loss_fn, params, support, query, rate, STEPS, only=only, noise=noise, lr_gradient=True)
+    options = {"only": only, "noise": noise, "lr_gradient": True, "unroll": unroll}
+    found = meta_gradient(loss_fn, params, support, query, rate, STEPS, **options)
     expected = unrolled(oracle, params, support, query, rate, STEPS, moving, noise)
     for part, part_expected in zip(found, expected, strict=True):
         assert_close(part, part_expected)
@@ -119,12 +121,13 @@ def test_equal_to_unrolled_autograd_on_the_papers_net():
         assert_close(part, part_expected)
 
 
+@pytest.mark.parametrize("unroll", [False, True])
 @pytest.mark.parametrize("steps", [1, 15, 16, 23, 40])
-def test_long_paths_are_exact_too(steps: int):
+def test_long_paths_are_exact_too(steps: int, unroll: bool):
     """From 16 steps on the path is not kept whole."""
     loss_fn, oracle, params, support, query = setting("mlp", 0.4)
     noise = torch.from_numpy(rng("noise").integers(2**31, size=(steps + 1, TASKS)))
-    found = meta_gradient(loss_fn, params, support, query, RATE, steps, noise=noise, lr_gradient=True)
+    found = meta_gradient(loss_fn, params, support, query, RATE, steps, noise=noise, lr_gradient=True, unroll=unroll)
     expected = unrolled(oracle, params, support, query, RATE, steps, noise=noise)
     for part, part_expected in zip(found, expected, strict=True):
         assert_close(part, part_expected)
@@ -132,14 +135,14 @@ def test_long_paths_are_exact_too(steps: int):
 
 @pytest.mark.parametrize("steps", [1, 4, 23])
 @pytest.mark.parametrize("only", [None, "last"])
-def test_a_loss_after_every_step_is_exact_too(steps: int, only: str | None):
+@pytest.mark.parametrize("unroll", [False, True])
+def test_a_loss_after_every_step_is_exact_too(steps: int, only: str | None, unroll: bool):
     loss_fn, oracle, params, support, query = setting("mlp", 0.4)
     moving = [name for name in params if only is None or name.startswith("5.")]
     noise = torch.from_numpy(rng("noise").integers(2**31, size=(steps + 1, TASKS)))
     options: dict[str, Any] = {"noise": noise, "every_step": True}
-    found = meta_gradient(
-        loss_fn, params, support, query, different_rates(moving), steps, only=only, lr_gradient=True, **options
-    )
+    rates, given = different_rates(moving), {"only": only, "lr_gradient": True, "unroll": unroll, **options}
+    found = meta_gradient(loss_fn, params, support, query, rates, steps, **given)
     expected = unrolled(oracle, params, support, query, different_rates(moving), steps, moving, **options)
     for part, part_expected in zip(found, expected, strict=True):
         assert_close(part, part_expected)
@@ -216,10 +219,15 @@ def test_first_order_is_the_query_gradient_at_the_adapted_parameters(only: str |
 
 
 @pytest.mark.parametrize(
-    ("first_order", "lr_gradient", "expected"),
-    [(False, False, 2 * STEPS + 1), (True, False, STEPS + 1), (True, True, 2 * STEPS + 1)],
+    ("unroll", "first_order", "lr_gradient", "expected"),
+    [
+        (False, False, False, 2 * STEPS + 1),
+        (False, True, False, STEPS + 1),
+        (False, True, True, 2 * STEPS + 1),
+        (True, False, True, STEPS + 1),
+    ],
 )
-def test_first_order_takes_no_way_back(first_order: bool, lr_gradient: Any, expected: int):
+def test_number_of_evaluations(unroll: bool, first_order: bool, lr_gradient: Any, expected: int):
     loss_fn, _, params, support, query = setting("mlp")
     calls = []
 
@@ -227,7 +235,7 @@ def test_first_order_takes_no_way_back(first_order: bool, lr_gradient: Any, expe
         calls.append(1)
         return loss_fn(*args)
 
-    meta_gradient(counted, params, support, query, RATE, STEPS, first_order, lr_gradient=lr_gradient)
+    meta_gradient(counted, params, support, query, RATE, STEPS, first_order, lr_gradient=lr_gradient, unroll=unroll)
     assert len(calls) == expected
 
 
@@ -300,11 +308,42 @@ def test_memory_hardly_grows_with_the_number_of_inner_steps():
     peaks = []
     for steps in (2, 20):
         with PeakMemory() as memory:
-            meta_gradient(network.loss_fn, network.params(), batch, batch, 0.1, steps)
+            meta_gradient(network.loss_fn, network.params(), batch, batch, 0.1, steps, unroll=False)
         peaks.append(memory.peak)
     # One inner step holds over 10 MB of activations for 5 tasks, which the measurement must see.
     assert peaks[0] > 10e6
     assert peaks[1] <= 1.5 * peaks[0]
+
+
+@pytest.mark.parametrize(("budget", "unroll"), [(1, False), (10**12, True)])
+def test_the_inner_loop_is_unrolled_where_its_activations_fit(
+    budget: int, unroll: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """By the memory of the device; the number of evaluations of the loss shows the form."""
+    loss_fn, _, params, support, query = setting("mlp")
+    monkeypatch.setattr("metaleader.gradient.meta.default_budget", lambda device: budget)
+    calls = []
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(1)
+        return loss_fn(*args)
+
+    found = meta_gradient(counted, params, support, query, RATE, STEPS)
+    assert len(calls) == (STEPS + 1 if unroll else 1 + 2 * STEPS + 1)
+    expected = meta_gradient(loss_fn, params, support, query, RATE, STEPS, unroll=unroll)
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(found[1][name], expected[1][name]) for name in params)
+
+
+def test_a_tensor_that_the_loss_does_not_use_has_a_zero_gradient():
+    for unroll in (False, True):
+        params = {"used": torch.ones(2), "unused": torch.ones(3)}
+        batch = torch.ones(2, 2)
+        loss_fn = lambda params, batch: (params["used"] * batch).sum()  # noqa: E731
+        _, gradient = meta_gradient(loss_fn, params, batch, batch, 0.1, 2, unroll=unroll)
+        assert gradient["unused"].tolist() == [0.0] * 3
+        _, gradient = meta_gradient(lambda params, batch: batch.sum(), params, batch, batch, 0.1, 2, unroll=unroll)
+        assert gradient["used"].tolist() == [0.0] * 2
 
 
 def test_no_inner_steps_give_the_plain_mean_loss():

@@ -102,7 +102,7 @@ class ChainGradient:
 
     def _chunk(self, num_tasks: int, images: int, on_gpu: bool) -> int:
         """The number of tasks computed at a time."""
-        chunk = self.objective.inner.chunk or num_tasks
+        chunk = self.objective.inner.tasks_at_once or num_tasks
         if on_gpu:
             return chunk
         # The CPU allocator keeps tensors of this size instead of returning their pages to the system.
