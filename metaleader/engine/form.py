@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from metaleader.engine.determinism import repeatable
 from metaleader.engine.objective import Form, Objective, without_rates
 from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.selection import split
@@ -52,11 +53,11 @@ def choose_form(objective: Objective, flat: Tensor, support: Any, query: Any, no
         return adjoint_form(objective)
     params = {name: value[0] for name, value in without_rates(objective.layout.named(flat)).items()}
     moving, fixed = split(params, inner.only)
-    one_task = tree_map(lambda leaf: leaf[0, :1], (support if inner.steps else query, query))
+    one_task = tree_map(lambda leaf: leaf[0, :1].clone(), (support if inner.steps else query, query))
     seeds = None if noise is None else noise[0, :2, :1]
     step = inner._replace(lr=dict.fromkeys(moving, 0.0), steps=min(inner.steps, 1), every_step=False)
     held = HeldBytes()
-    with plain_attention(), _Operations() as counter, held:
+    with repeatable(flat.device), plain_attention(), _Operations() as counter, held:
         unrolled_sums(objective.network.loss_fn, moving, fixed, step, one_task[0], one_task[1], seeds)
     size = sum(value.numel() * value.element_size() for value in params.values())
     unrolled = (inner.steps + 1) * held.total + 3 * size

@@ -138,7 +138,7 @@ class HeldBytes(torch.autograd.graph.saved_tensors_hooks):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = storage
-            self.total += storage.nbytes()
+            self.total += min(storage.nbytes(), tensor.nbytes)  # the tensor may be a small view, or expanded
         return tensor
 
 

@@ -194,7 +194,7 @@ class _Copy:
             or type(learner).load_state_dict is not Learner.load_state_dict
         ):
             return False
-        learner.state = state_from_tree(state["learner"], learner.layout, learner.state, learner.rule)
+        learner.state = state_from_tree(state["learner"], learner.definition.objective, learner.state, learner.rule)
         self._take(state)
         return True
 
