@@ -225,18 +225,24 @@ class Recurrent(nn.Module):
         return self.head(self.gru(x)[0][:, -1])
 
 
-class WrittenOutGRU(nn.GRU):
-    """The equations of `nn.GRU`, one layer, in elementary operations."""
+class WrittenOutGRU(nn.Module):
+    """The equations of `nn.GRU`, one layer, in elementary operations; dynamo does not trace a subclass of `nn.GRU`."""
 
     weight_ih_l0: Tensor
     weight_hh_l0: Tensor
     bias_ih_l0: Tensor
     bias_hh_l0: Tensor
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        for name, value in nn.GRU(features, width).named_parameters():
+            self.register_parameter(name, nn.Parameter(value.detach()))
+        self.width = width
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return all states, (N, S, width)."""
         inputs = nn.functional.linear(x, self.weight_ih_l0, self.bias_ih_l0)
-        state = x.new_zeros(len(x), self.hidden_size)
+        state = x.new_zeros(len(x), self.width)
         states = []
         for i in range(x.shape[1]):
             reset_x, update_x, new_x = inputs[:, i].chunk(3, -1)
@@ -248,8 +254,8 @@ class WrittenOutGRU(nn.GRU):
         return torch.stack(states, 1), None
 
 
-def _gru(kind: type[nn.GRU], features: int, width: int, outputs: int) -> nn.Module:
-    return Recurrent(functools.partial(kind, batch_first=True), features, width, outputs)
+def _gru(recurrence: Callable[..., nn.Module], features: int, width: int, outputs: int) -> nn.Module:
+    return Recurrent(recurrence, features, width, outputs)
 
 
 CASES: dict[str, Case] = {
@@ -267,7 +273,7 @@ CASES: dict[str, Case] = {
     ),
     "gru": Case(
         "GRU of 32, 20 steps",
-        functools.partial(_gru, nn.GRU, 4, 32, 1),
+        functools.partial(_gru, functools.partial(nn.GRU, batch_first=True), 4, 32, 1),
         (20, 4),
         1,
         regression=True,

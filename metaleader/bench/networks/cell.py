@@ -7,6 +7,7 @@ distance to the exact gradient), `times`, `memory`, or `failed` with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -60,12 +61,17 @@ def _run(spec: dict[str, Any], send: Any) -> None:
     before = _resident("VmRSS")
     send("ready", seconds=time.time() - spec["started"], version=version(spec["cell"]))
     updates = contender.first_updates
+    cpu_before = _session_cpu()
     first = _seconds(contender, updates)
+    cpu = _session_cpu() - cpu_before
+    cpu_before = time.process_time()
     since_start = time.time() - spec["started"]
     second = _seconds(contender, updates) / updates
     # The first call may take several updates; all but one took the time of a later update.
     extra = min((updates - 1) * second, first - second)
-    send("first", seconds=first - extra, since_start=since_start - extra, **contender.notes())
+    cpu -= (updates - 1) * (time.process_time() - cpu_before) / updates
+    values = {"seconds": first - extra, "cpu_seconds": cpu, "since_start": since_start - extra}
+    send("first", **values, **contender.notes())
     if spec["phase"] == "cold":
         return
     _pin(spec["threads"] if device.type == "cpu" else None)
@@ -130,6 +136,16 @@ def _resident(field: str) -> int:
     if not status.is_file():
         return 0
     return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(field))
+
+
+def _session_cpu() -> float:
+    """Processor seconds of this process and the compilers that it started, also those that have ended."""
+    session, ticks = os.getsid(0), 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = path.read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15])) if int(fields[3]) == session else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _reset_peak() -> bool:

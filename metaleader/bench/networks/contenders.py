@@ -224,7 +224,17 @@ class TorchFunc(_Peer):
         def meta_loss(params: Params, *batches: Tensor) -> Tensor:
             return vmap(adapted_loss, (None, 0, 0, 0, 0))(params, *batches).mean()
 
+        self.compiled = compiled
         self._gradient: Callable[..., Params] = torch.compile(grad(meta_loss)) if compiled else grad(meta_loss)
+
+    def notes(self) -> dict[str, Any]:
+        """The number of graph breaks: after one, a part runs eagerly."""
+        if not self.compiled:
+            return {}
+        import torch._dynamo.utils
+
+        breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+        return {"graph_breaks": breaks} if breaks else {}
 
     def compute(self, support: Batch, query: Batch) -> Params:
         """The gradient of the mean loss; fused attention has no second derivative."""

@@ -94,6 +94,7 @@ class CellProcess:
         first.pop("event")
         self.result |= {
             f"first_update_{self.phase}_s": first.pop("seconds"),
+            f"first_update_{self.phase}_cpu_s": first.pop("cpu_seconds"),
             f"from_start_{self.phase}_s": first.pop("since_start"),
             **first,
         }

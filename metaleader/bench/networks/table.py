@@ -78,7 +78,8 @@ def measure_networks(
     Returns:
         By network its size and, under `cells`, by implementation: `update_ms` (median), `quartiles_ms`, `cpu_ms` (the
         processor time of the host, which other programs on the machine disturb less), `first_update_cold_s` and
-        `_warm_s`, the same from the start of the process (`from_start_*`), `peak_mib`,
+        `_warm_s`, the processor time of the same (`first_update_cold_cpu_s`), the same from the start of the process
+        (`from_start_*`), `peak_mib`,
         `error_vs_float64`, `ratio_to_jax` (to the fastest of JAX), or `failed` with the reason.
     """
     cores = torch.multiprocessing.cpu_count()
@@ -202,6 +203,7 @@ def print_table(result: dict[str, Any], title: str) -> None:
         table.add_row(f"[bold]{entry['network']}[/bold]", *[""] * 7, size)
         for cell, values in entry["cells"].items():
             notes = [values["failed"]] if "failed" in values else []
+            notes += [f"{values['graph_breaks']} graph breaks"] if "graph_breaks" in values else []
             notes += ["fell back to " + values["ran"]] if values.get("fell_back") else []
             table.add_row(
                 f"  {cell}",
