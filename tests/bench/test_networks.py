@@ -196,6 +196,32 @@ def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
     assert "the process ended (-9)" in dying.result["failed"]
 
 
+def test_a_cell_ends_with_its_parent(tmp_path: Path) -> None:
+    """The parent leaves a cell that waits for commands, with a pipe that stays open, and dies."""
+    save_inputs(make_inputs(CASES["mlp"], CPU, exact_tasks=1), tmp_path / "mlp.safetensors")
+    code = f"""
+import os, pathlib, subprocess, sys
+from metaleader.bench.networks import process
+popen = subprocess.Popen
+hold = os.open(r"{tmp_path}/fifo", os.O_RDWR)
+process.subprocess.Popen = lambda *args, **options: popen(*args, **options | dict(stdin=hold))
+cell = process.CellProcess(process.Setting("cpu", 1, pathlib.Path(r"{tmp_path}"), 60, 1), "mlp", "ours-eager", "warm")
+assert cell.start()
+print(cell._process.pid, flush=True)
+os._exit(0)
+"""
+    os.mkfifo(tmp_path / "fifo")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and Path(f"/proc/{pid}/cmdline").is_file():
+        if not Path(f"/proc/{pid}/cmdline").read_bytes():
+            break  # ended, and not yet waited for
+        time.sleep(0.2)
+    else:
+        assert not Path(f"/proc/{pid}/cmdline").is_file()
+
+
 class FakeProcess:
     """A process whose update takes ten milliseconds times the number of its letters."""
 

@@ -152,7 +152,8 @@ class Ours(_OnTorch):
 
     def gradient(self, support: Batch, query: Batch) -> dict[str, Any]:
         """The gradient by the engine, for one learner."""
-        objective = self.learner.definition.objective
+        objective, form = self.learner.definition.objective, self.learner.state.form
+        objective = objective if form is None else objective.in_form(form)
         one_learner = {name: self.params[name][None] for name in self.learner.params}
         batches = [Batch(batch.x[None], batch.y[None]) for batch in (support, query)]
         flat = objective.layout.flat(one_learner)

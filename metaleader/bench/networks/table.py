@@ -29,7 +29,7 @@ from metaleader.bench.networks.process import CellProcess, Setting
 
 # (network, cell, result so far): called as soon as a result is known
 Report = Callable[[str, str, dict[str, Any]], None]
-_NO_COMPILER = ("ours-eager", "torch-func", "torchopt", "higher")
+_NO_COMPILER = ("ours-eager", "ours-graphed", "torch-func", "torchopt", "higher")
 _HAS_CONVOLUTION = ("digits", "conv", "resnet")
 
 
