@@ -26,7 +26,7 @@ from metaleader.engine.determinism import tf32
 from metaleader.engine.objective import Objective, learned_rates, without_rates
 from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.meta import adjoint, inner_gradient, inner_step, sum_over_chunks
-from metaleader.gradient.selection import Params, scalar_loss, split, step_sizes
+from metaleader.gradient.selection import Params, split, step_sizes
 from metaleader.system.machine import cache_folder
 
 
@@ -110,7 +110,7 @@ class CompiledGradient:
         loss_fn = self.objective.network.loss_fn
 
         def total(theta: Params, fixed: Params, query: Any, *noise: Tensor) -> Tensor:
-            one_task = lambda m, b, *n: scalar_loss(loss_fn, {**fixed, **m}, b, *n)  # noqa: E731
+            one_task = lambda m, b, *n: loss_fn({**fixed, **m}, b, *n)  # noqa: E731
             return vmap(one_task, in_dims=(None if shared else 0, 0) + (0,) * len(noise))(theta, query, *noise).sum()
 
         extra = () if noise is None else (noise,)

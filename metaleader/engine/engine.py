@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map
 
 from metaleader.engine.cuda_graph import Captured
 from metaleader.engine.determinism import repeatable
-from metaleader.engine.hook import HookError, HookGradient, OwnGradient, StateReadError, over_learners
-from metaleader.engine.objective import Adaptation, GradientSteps, Objective, learned_rates
+from metaleader.engine.hook import HookError, HookGradient, OwnGradient, StateReadError
+from metaleader.engine.objective import Adaptation, GradientSteps, Objective, learned_rates, over_learners
 from metaleader.engine.programs import Chains, Gradient, OuterStep, Updates, compiled_gradient
 from metaleader.gradient.meta import descend
 from metaleader.gradient.selection import Params

@@ -14,7 +14,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.engine.compiled import compile_whole, compiling
-from metaleader.engine.objective import Objective
+from metaleader.engine.objective import Objective, over_learners
 from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.meta import sum_over_chunks
 from metaleader.gradient.selection import Params
@@ -25,16 +25,6 @@ _log = logging.getLogger("metaleader")
 _COMMON = ("network", "loss", "device", "definition")
 # Attributes that every learner has of its own
 _STATE = ("options", "model", "memory", "engine", "rule", "state", "round", "task", *_COMMON)
-
-
-def over_learners(function: Callable[..., Any], params: Params, support: Any, query: Any, noise: Tensor | None) -> Any:
-    """Call a function of (params, support, query, noise) of one learner for learners side by side."""
-    if len(next(iter(params.values()))) > 1:
-        in_dims = (0, 0, 0, None if noise is None else 0)
-        return vmap(function, in_dims=in_dims)(params, support, query, noise)
-    # Without vmap, one learner runs fewer and larger operations.
-    first = tree_map(lambda leaf: leaf if leaf is None else leaf[0], (params, support, query, noise))
-    return tree_map(lambda value: value[None], function(*first))
 
 
 class StateReadError(Exception):

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value
+from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_map
 
 from metaleader.gradient.meta import Inner, descend, mean_gradient, unrolled_mean
-from metaleader.gradient.selection import LossFn, Params, StepSize, moving_names, split, step_sizes
+from metaleader.gradient.selection import LossFn, Params, StepSize, split, step_sizes
 from metaleader.nets.functional import Layout, Network
 
 # Prefix of the logarithm of a tensor's step size, where step sizes are learned with the parameters
@@ -105,6 +105,11 @@ class Objective:
         return Layout(self.params())
 
     @functools.cached_property
+    def _rates(self) -> dict[str, float | Tensor]:
+        """The initial step size of each tensor that moves."""
+        return step_sizes(self.inner.lr, split(dict(self.network.module.named_parameters()), self.inner.only)[0])
+
+    @functools.cached_property
     def _by_form(self) -> dict[Form, Objective]:
         return {}
 
@@ -156,11 +161,11 @@ class Objective:
 
         With `side_by_side`, every tensor has a leading learner dimension, and the inner loop is unrolled.
         """
-        moving = moving_names([name for name, _ in self.network.module.named_parameters()], self.inner.only)
-        theta = {name: value for name, value in params.items() if name in moving}
-        fixed = {name: v for name, v in params.items() if name not in moving and not name.startswith(LOG_LR)}
+        rates = self._rates
+        theta = {name: value for name, value in params.items() if name in rates}
+        fixed = {name: v for name, v in params.items() if name not in rates and not name.startswith(LOG_LR)}
         learned = learned_rates(params) if self.learn_lr else {}
-        inner = self.inner._replace(lr=learned or step_sizes(self.inner.lr, theta))
+        inner = self.inner._replace(lr=learned or rates)
         function = functools.partial(unrolled_mean, side_by_side=True) if side_by_side else mean_gradient
         loss_fn = self.network.loss_fn
         loss, gradient, by_rate = function(loss_fn, theta, fixed, inner, support, query, noise, self.learn_lr)
@@ -214,3 +219,13 @@ def learned_rates(params: Params) -> Params:
 def without_rates(params: Params) -> Params:
     """The parameters of the network."""
     return {name: value for name, value in params.items() if not name.startswith(LOG_LR)}
+
+
+def over_learners(function: Callable[..., Any], params: Params, support: Any, query: Any, noise: Tensor | None) -> Any:
+    """Call a function of (params, support, query, noise) of one learner for learners side by side."""
+    if len(next(iter(params.values()))) > 1:
+        in_dims = (0, 0, 0, None if noise is None else 0)
+        return vmap(function, in_dims=in_dims)(params, support, query, noise)
+    # Without vmap, one learner runs fewer and larger operations.
+    first = tree_map(lambda leaf: leaf if leaf is None else leaf[0], (params, support, query, noise))
+    return tree_map(lambda value: value[None], function(*first))

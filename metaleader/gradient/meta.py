@@ -60,7 +60,9 @@ def adapt(
     {'w': tensor(0.7500)}
     """
     check_steps(steps, noise, rows=steps)
-    return descend(loss_fn, params, step_sizes(lr, split(params, only)[0]), batch, range(steps), noise)
+    rates = step_sizes(lr, split(params, only)[0])
+    with plain_attention():
+        return descend(scalar_loss(loss_fn), params, rates, batch, range(steps), noise)
 
 
 def descend(
@@ -74,10 +76,8 @@ def descend(
     """Take the inner steps with the given numbers, which index `noise`; the tensors named in `rates` move."""
     moving = {name: value for name, value in params.items() if name in rates}
     fixed = {name: value for name, value in params.items() if name not in rates}
-    # Fused attention has no second derivative; the plain implementation has one.
-    with plain_attention():
-        for s in steps:
-            moving = inner_step(loss_fn, moving, fixed, rates, batch, *(() if noise is None else (noise[s],)))
+    for s in steps:
+        moving = inner_step(loss_fn, moving, fixed, rates, batch, *(() if noise is None else (noise[s],)))
     return {name: moving[name] if name in moving else fixed[name] for name in params}
 
 
@@ -91,7 +91,7 @@ def inner_step(
 
 def inner_gradient(loss_fn: LossFn, moving: Params, fixed: Params, batch: Any, *noise: Tensor) -> Params:
     """The gradient of the loss with respect to the parameters that move."""
-    return grad(lambda m: scalar_loss(loss_fn, {**fixed, **m}, batch, *noise))(moving)
+    return grad(lambda m: loss_fn({**fixed, **m}, batch, *noise))(moving)
 
 
 class Inner(NamedTuple):
@@ -163,7 +163,9 @@ def meta_gradient(
     _check_tasks(support if inner_steps else query, query, noise, chunk)
     moving, fixed = split(params, only)
     inner = Inner(step_sizes(inner_lr, moving), inner_steps, first_order, chunk, only, every_step, unroll)
-    loss, gradient, rate_gradient = mean_gradient(loss_fn, moving, fixed, inner, support, query, noise, lr_gradient)
+    given = (scalar_loss(loss_fn), moving, fixed, inner, support, query, noise, lr_gradient)
+    with plain_attention():
+        loss, gradient, rate_gradient = mean_gradient(*given)
     gradient = {name: gradient[name] for name in params}
     if not lr_gradient:
         return loss, gradient
@@ -182,7 +184,10 @@ def mean_gradient(
     noise: Tensor | None,
     lr_gradient: bool = False,
 ) -> tuple[Tensor, Params, Params]:
-    """`meta_gradient` without its checks: `inner.lr` maps each moving tensor to its step size."""
+    """`meta_gradient` without its checks: `inner.lr` maps each moving tensor to its step size.
+
+    The loss must return a scalar, and its attention must have a second derivative, as those of a `Network` do.
+    """
     if inner.unroll is not False and not in_transform():
         with contextlib.suppress(TooLargeError):
             return unrolled_mean(loss_fn, moving, fixed, inner, support, query, noise, lr_gradient)
@@ -194,8 +199,7 @@ def mean_gradient(
         return tree_map(lambda value: value.sum(0), many_tasks(*batch))
 
     num_tasks = tree_leaves(query)[0].shape[0]
-    with plain_attention():
-        totals = sum_over_chunks(sums, inner.tasks_at_once or num_tasks, support, query, noise)
+    totals = sum_over_chunks(sums, inner.tasks_at_once or num_tasks, support, query, noise)
     return tree_map(lambda total: total / num_tasks, totals)
 
 
@@ -222,8 +226,7 @@ def unrolled_mean(
         given = {"lr_gradient": lr_gradient, "side_by_side": side_by_side, "budget": budget}
         return unrolled_sums(loss_fn, moving, fixed, inner, *batch, **given)
 
-    with plain_attention():
-        totals = sum_over_chunks(sums, inner.tasks_at_once or num_tasks, support, query, noise, task_dim)
+    totals = sum_over_chunks(sums, inner.tasks_at_once or num_tasks, support, query, noise, task_dim)
     return tree_map(lambda total: total / num_tasks, totals)
 
 
@@ -320,7 +323,7 @@ def _task_gradient(
         return inner_step(loss_fn, theta, fixed, rates, support, *at(s)), None
 
     def query_loss(theta: Params, fixed: Params) -> Tensor:
-        return scalar_loss(loss_fn, {**fixed, **theta}, query, *at(inner.steps))
+        return loss_fn({**fixed, **theta}, query, *at(inner.steps))
 
     def query_gradient(theta: Params) -> tuple[Tensor, Any]:
         (lam, lam_fixed), loss = grad_and_value(query_loss, argnums=(0, 1))(theta, fixed)

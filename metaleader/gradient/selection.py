@@ -66,10 +66,14 @@ def check_steps(steps: int, noise: Tensor | None, rows: int) -> None:
         raise ValueError(f"noise must have {rows} rows, one per evaluation of the loss, got {tuple(noise.shape)}")
 
 
-def scalar_loss(loss_fn: LossFn, params: Params, batch: Any, *noise: Tensor) -> Tensor:
-    """Call a loss and reject a result that is not a scalar."""
-    loss = loss_fn(params, batch, *noise)
-    if not isinstance(loss, Tensor) or loss.ndim != 0:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn must return a scalar tensor, got {got}; average over the datapoints")
-    return loss
+def scalar_loss(loss_fn: LossFn) -> LossFn:
+    """A user's loss, which raises an error if it returns something else than a scalar."""
+
+    def checked(params: Params, batch: Any, *noise: Tensor) -> Tensor:
+        loss = loss_fn(params, batch, *noise)
+        if not isinstance(loss, Tensor) or loss.ndim != 0:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn must return a scalar tensor, got {got}; average over the datapoints")
+        return loss
+
+    return checked

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
-from metaleader.gradient.selection import LossFn, Params, scalar_loss
+from metaleader.gradient.selection import LossFn, Params
 from metaleader.system.machine import memory_bytes
 
 
@@ -93,7 +93,7 @@ def _losses(
     """The loss of every task, ([learners,] tasks), with the dropout seeds of evaluation s."""
 
     def one_task(theta: Params, fixed: Params, batch: Any, *noise: Tensor) -> Tensor:
-        return scalar_loss(loss_fn, {**fixed, **theta}, batch, *noise)
+        return loss_fn({**fixed, **theta}, batch, *noise)
 
     extra = () if noise is None else (noise.select(dim, s),)
     function = vmap(one_task, in_dims=(0 if per_task else None, None, 0) + (0,) * len(extra))

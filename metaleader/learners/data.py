@@ -35,7 +35,8 @@ def checked_batch(learner: Learner, x: Tree, y: Tree, task: str | None) -> Batch
         batch = batch._replace(y=_as_column(learner, batch, stored))
     if stored is not None:
         check_alike(batch, stored, "observe")
-    learner.network.check(learner.params, batch, "observe")
+    params = learner.definition.objective.layout.named(learner.state.flat)
+    learner.network.check(params, batch, "observe")
     if stored is None:
         _check_first(learner, batch)
     return batch

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from metaleader.memory.fields import integer, mapping
-from metaleader.tasks import Batch, check_alike, check_batch, num_rows, rows, shapes
+from metaleader.tasks import Batch, check_alike, check_batch, num_rows, shapes
 
 # nu^t: the weights of tasks 0 .. t-1, given t
 Weights = Callable[[int], np.ndarray]
@@ -126,8 +126,8 @@ class Rows:
         assert self.data is not None
         at = torch.from_numpy(index).to(self.device) if isinstance(index, np.ndarray) else index
         if y is not None:
-            return Batch(rows(self.data.x, at), y)
-        return rows(self.data, at)
+            return Batch(tree_map(lambda leaf: leaf[at], self.data.x), y)
+        return tree_map(lambda leaf: leaf[at], self.data)
 
     def state_dict(self, data: bool, index: Index | None = None) -> dict[str, Any]:
         """The rows at an index, by default all; with `data=False` only their number."""

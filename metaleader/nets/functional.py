@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.selection import Params
 from metaleader.losses import Loss, squared_error, takes_labels
 from metaleader.models import TaskLogits
@@ -343,8 +342,7 @@ class Network:
         try:
             # The first inner step starts from parameters that all tasks share.
             for own_params, in_dim in ((two_params, 0), (params, None)):
-                with plain_attention():
-                    vmap(curvature, in_dims=(in_dim, 0) + (0,) * len(noise))(own_params, two_batches, *noise)
+                vmap(curvature, in_dims=(in_dim, 0) + (0,) * len(noise))(own_params, two_batches, *noise)
                 for name, buffer in self.module.named_buffers():
                     if buffer is not buffers[name][0] or buffer._version != buffers[name][1]:
                         raise ValueError(f"its forward changes the buffer {name!r}")
