@@ -11,9 +11,14 @@ the number of columns of L, the equal form with Z' Z is solved instead. Without 
 regression; a network with constant features gives a shrunk offset per task.
 
 For regression, updates maximise the evidence of a task's datapoints, which is the sum of the log-likelihoods of
-predicting each datapoint from those before it. For classification, labels become Gaussian targets of the logits with a
-known variance each, the log-normal approximation of a Dirichlet distribution (Milios et al. 2018), and updates minimise
-the cross-entropy of the query set after adaptation to 0, 1, 2, 4, ... datapoints of the support set.
+predicting each datapoint from those before it. With `dof`, the variances of the noise and of the prior are those of the
+task times an unknown factor per task, of inverse gamma distribution (normal-inverse-gamma, still in closed form): the
+evidence is that of a multivariate t distribution, in which noisy tasks and outliers weigh less. The posterior mean is
+the same, and the variance grows with the residuals of the task.
+
+For classification, labels become Gaussian targets of the logits with a known variance each, the log-normal
+approximation of a Dirichlet distribution (Milios et al. 2018), and updates minimise the cross-entropy of the query set
+after adaptation to 0, 1, 2, 4, ... datapoints of the support set.
 """
 
 from __future__ import annotations
@@ -49,6 +54,8 @@ class BayesianHead(Adaptation):
         noise: the initial standard deviation of the noise, for classification the initial concentration of the
             Dirichlet distribution; None is 0.5 and 0.01.
         rank: the number of columns of U.
+        dof: the degrees of freedom of the factor of each task, above 2, for regression; None is infinitely many, one
+            noise for all tasks.
     """
 
     takes_weights = True
@@ -56,6 +63,7 @@ class BayesianHead(Adaptation):
     scale: float | None = None
     noise: float | None = None
     rank: int = 2
+    dof: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("scale", "noise"):
@@ -64,6 +72,8 @@ class BayesianHead(Adaptation):
                 raise ValueError(f"{name} must be positive, got {value}")
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
             raise ValueError(f"rank must be an integer of at least 0, got {self.rank!r}")
+        if self.dof is not None and not 2 < self.dof < math.inf:
+            raise ValueError(f"dof must be a number above 2, or None; got {self.dof}")
 
     def check(self, network: Network) -> None:
         """Reject a network whose last layer is not linear, and losses without a likelihood."""
@@ -73,6 +83,8 @@ class BayesianHead(Adaptation):
                 "BayesianHead needs the loss metaleader.losses.squared_error or cross_entropy, whose likelihood it"
                 f" knows; got {network.loss!r}"
             )
+        if self.dof is not None and takes_labels(network.loss):
+            raise ValueError(f"dof={self.dof} is for regression; with cross_entropy, leave dof=None")
         if network.num_classes is not None:
             raise ValueError("BayesianHead does not support TaskLogits; use a head with one output per label of a task")
 
@@ -140,10 +152,21 @@ class BayesianHead(Adaptation):
         at = self._features(network, params, x, None if data is None else data.x) @ factor
         prior = at.square().sum(-1, keepdim=True) + noise
         if data is None:
-            return prior
-        whitened = (self._features(network, params, data.x) @ factor) / noise.sqrt()[:, None, None]
+            return prior if self.dof is None else prior * (self.dof / (self.dof - 2))
+        phi = self._features(network, params, data.x)
+        whitened = (phi @ factor) / noise.sqrt()[:, None, None]
         # Rounding must not give less than the noise.
-        return torch.maximum(prior - (at.mT * _shrink(whitened, whitened @ at.mT)).sum(-2).mT, noise)
+        variance = torch.maximum(prior - (at.mT * _shrink(whitened, whitened @ at.mT)).sum(-2).mT, noise)
+        if self.dof is None:
+            return variance
+        residuals = ((data.y - phi @ self._prior(network, params)[0]) / noise.sqrt()).mT[..., None]
+        squares = (residuals * (residuals - whitened @ _shrink(whitened, residuals))).sum((-2, -1)).clamp(min=0)
+        return variance * ((self.dof + squares) / (self.dof + len(phi) - 2))
+
+    def tempered(self, params: Params, factor: float) -> Params:
+        """Parameters whose prior covariance is multiplied by a factor: below 1, tasks are adapted less."""
+        scaled = {_SCALE: params[_SCALE] + math.log(factor) / 2, _FACTOR: params[_FACTOR] * math.sqrt(factor)}
+        return params | scaled
 
     def _features(self, network: Network, params: Params, x: Any, statistics_of: Any = None) -> Tensor:
         """The inputs of the last layer, (rows, D), with a column of ones if the layer has a bias."""
@@ -188,9 +211,14 @@ class BayesianHead(Adaptation):
         precision = counted / noise.sqrt()[:, None]
         whitened, residuals = (phi @ factor) * precision[..., None], (y - phi @ mean).mT * precision
         chol = torch.linalg.cholesky(_plus_identity(whitened @ whitened.mT))
-        white = torch.linalg.solve_triangular(chol, residuals[..., None], upper=False)
-        log_det = 2 * chol.diagonal(dim1=-2, dim2=-1).log().sum(-1) / num + noise.log() + math.log(2 * math.pi)
-        return (white.square().sum((-2, -1)) / num + log_det).mean() / 2
+        squares = torch.linalg.solve_triangular(chol, residuals[..., None], upper=False).square().sum((-2, -1))
+        log_det = 2 * chol.diagonal(dim1=-2, dim2=-1).log().sum(-1) / num + noise.log()
+        if self.dof is None:
+            return (squares / num + (log_det + math.log(2 * math.pi))).mean() / 2
+        half = torch.as_tensor(self.dof / 2, dtype=y.dtype)
+        constant = torch.lgamma(half) - torch.lgamma(half + num / 2) + num / 2 * math.log(math.pi * self.dof)
+        tails = (self.dof + num) / 2 * torch.log1p(squares / self.dof)
+        return ((tails + constant) / num + log_det / 2).mean()
 
 
 def _counted(data: Any) -> Tensor:

@@ -3,7 +3,9 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -304,3 +306,55 @@ def test_what_it_does_not_support_is_refused():
         learner.observe(*batch(4))
     with pytest.raises(ValueError, match="needs a learner with adaptation"):
         ml.FTML(nn.Linear(3, 1), ml.losses.squared_error).predict(torch.rand(2, 3), variance=True)
+
+
+def test_with_dof_updates_minimise_the_negative_log_density_of_a_t_distribution():
+    head = ml.BayesianHead(dof=5.0)
+    learner = ml.FTML(lambda: nn.Linear(3, 2).double(), ml.losses.squared_error, adaptation=head)
+    x, y = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
+    params = learner.layout.named(learner.state.flat)
+    support, query = ml.Batch(x[:4], y[:4]), ml.Batch(x[4:], y[4:])
+    mean, covariance, noise = prior(learner)
+    phi = torch.cat([x, torch.ones(7, 1, dtype=torch.float64)], 1)
+    densities = [
+        scipy.stats.multivariate_t.logpdf(
+            y[:, c].numpy(),
+            (phi @ mean[:, c]).numpy(),
+            (phi @ covariance @ phi.mT + noise[c] * torch.eye(7, dtype=torch.float64)).numpy(),  # pyright: ignore[reportArgumentType]
+            df=5,
+        )
+        for c in range(2)
+    ]
+    assert float(head.loss(learner.network, params, support, query)) == pytest.approx(-np.mean(densities) / 7)
+
+
+def test_with_dof_the_variance_is_that_of_the_predictive_t_distribution():
+    learner = ml.FTML(
+        lambda: nn.Linear(2, 1).double(), ml.losses.squared_error, adaptation=ml.BayesianHead(dof=5.0), meta_steps=0
+    )
+    x, y, new = (torch.randn(n, d, dtype=torch.float64) for n, d in ((6, 2), (6, 1), (3, 2)))
+    learner.observe(x, y, task="a")
+    mean, covariance, noise = prior(learner)
+    phi, phi_new = (torch.cat([v, torch.ones(len(v), 1, dtype=torch.float64)], 1) for v in (x, new))
+    kernel = phi @ covariance @ phi.mT + noise * torch.eye(6, dtype=torch.float64)
+    residual, cross = y - phi @ mean, phi_new @ covariance @ phi.mT
+    scale = (5 + (residual * torch.linalg.solve(kernel, residual)).sum()) / (5 + 6)
+    gaussian = (
+        (phi_new @ covariance * phi_new).sum(1) + noise - (cross * torch.linalg.solve(kernel, cross.mT).mT).sum(1)
+    )
+    found, variance = learner.predict(new, task="a", variance=True)
+    torch.testing.assert_close(found, phi_new @ mean + cross @ torch.linalg.solve(kernel, residual))
+    torch.testing.assert_close(variance[:, 0], gaussian * scale * 11 / 9)
+    _, before = learner.predict(new, variance=True)
+    torch.testing.assert_close(before[:, 0], ((phi_new @ covariance * phi_new).sum(1) + noise) * 5 / 3)
+
+
+@pytest.mark.parametrize("dof", [2.0, -1.0, float("nan"), float("inf")])
+def test_dof_must_give_a_variance(dof: float):
+    with pytest.raises(ValueError, match="dof must be a number above 2"):
+        ml.BayesianHead(dof=dof)
+
+
+def test_dof_is_for_regression():
+    with pytest.raises(ValueError, match="is for regression"):
+        ml.FTML(nn.Linear(2, 3), ml.losses.cross_entropy, adaptation=ml.BayesianHead(dof=4.0))

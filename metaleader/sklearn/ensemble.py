@@ -1,0 +1,245 @@
+"""An ensemble of learners with closed-form heads, combined by their error on held-out groups.
+
+Every member is an `FTML` learner with `BayesianHead`; half of them have hidden layers, half are linear in the inputs.
+Some groups are held out from training. They choose, for every member, when to stop and how much to adapt (a factor of
+the prior covariance), and the weights of the members.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import scipy.optimize
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from metaleader.engine.engine import Engine
+from metaleader.learners import FTML, BayesianHead, update_together
+from metaleader.losses import squared_error
+from metaleader.tasks import Batch
+
+# Held-out groups are predicted from this many of their datapoints, and need two more to be measured on.
+_SHOTS = 10
+_MEASUREMENTS = 30
+_WARM_UP, _LAST_LR = 0.3, 0.05
+# The factors of the prior covariance that are tried: from full adaptation to nearly none
+_TEMPERS = (1.0, 0.3, 0.1, 0.03, 0.01)
+# Noise and outliers differ between groups.
+_DOF = 4.0
+# The weights of the members are drawn towards equal ones, as by this many held-out groups.
+_EQUAL = 2.0
+
+
+class _Net(nn.Module):
+    """A multilayer perceptron beside the inputs themselves, under one linear layer."""
+
+    def __init__(self, inputs: int, outputs: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        widths = [inputs, *hidden]
+        layers = [layer for pair in zip(widths, hidden, strict=False) for layer in (nn.Linear(*pair), nn.SiLU())]
+        self.hidden = nn.Sequential(*layers)
+        self.head = nn.Linear(inputs + (hidden[-1] if hidden else 0), outputs)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predictions for rows of x."""
+        return self.head(torch.cat([x, self.hidden(x)], -1) if len(self.hidden) else x)
+
+
+class Ensemble:
+    """Members that learn from groups of rows; rows are float32 and standardised.
+
+    Args:
+        loss: `squared_error` or `cross_entropy`.
+        features: the number of features.
+        outputs: the number of outputs.
+        hidden: the widths of the hidden layers of the members that have any.
+        members: the number of members.
+        updates: the number of meta-updates of `train`.
+        lr: the largest outer step size.
+        seed: of the initialisations, the draws and the held-out groups.
+        width: datapoints per task of an update.
+        tasks: tasks per update.
+
+    Attributes:
+        weights: the weight of each member, (members,).
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Tensor],
+        features: int,
+        outputs: int,
+        hidden: Sequence[int],
+        members: int,
+        updates: int,
+        lr: float,
+        seed: int,
+        width: int,
+        tasks: int,
+    ) -> None:
+        self._updates, self._seed = updates, seed
+        self._head = BayesianHead(dof=_DOF if loss is squared_error else None)
+        engine = Engine("eager")
+        linear = members // 2 if hidden else 0
+        self._learners = [
+            FTML(
+                lambda widths=widths: _Net(features, outputs, widths),
+                loss,
+                adaptation=self._head,
+                support=max(1, width // 2),
+                query=max(1, width - width // 2),
+                tasks_per_step=tasks,
+                meta_lr=_schedule(updates, lr),
+                seed=seed * 1000 + r,
+                engine=engine,
+            )
+            for r, widths in enumerate([tuple(hidden)] * (members - linear) + [()] * linear)
+        ]
+        self._kinds = [
+            kind for kind in (self._learners[: members - linear], self._learners[members - linear :]) if kind
+        ]
+        self._regression = loss is squared_error
+        self.weights = torch.full((members,), 1 / members, dtype=torch.float64)
+
+    def train(self, batches: Mapping[str, Batch], validation: float) -> None:
+        """Train all members on all groups but a fraction, and choose by that fraction; then add its data."""
+        eligible = sorted(name for name, batch in batches.items() if len(batch.y) >= _SHOTS + 2)
+        order = np.random.default_rng([self._seed, len(eligible)]).permutation(len(eligible))
+        names = [eligible[i] for i in sorted(order[: int(validation * len(eligible))])]
+        held = [batches[name] for name in names]
+        self.add({name: batch for name, batch in batches.items() if name not in names}, updates=0)
+        best: list[tuple[float, Any]] = [(math.inf, learner.state) for learner in self._learners]
+        step = max(1, self._updates // _MEASUREMENTS)
+        for first in range(0, self._updates, step):
+            self._update(min(step, self._updates - first))
+            for r, learner in enumerate(self._learners):
+                error = self._error(learner, held) if held else -first
+                if error < best[r][0]:
+                    best[r] = (error, learner.state)
+        for learner, (_, state) in zip(self._learners, best, strict=True):
+            learner.state = state._replace(step=self._updates)  # members are updated side by side later
+        if held:
+            for learner in self._learners:
+                self._temper(learner, held)
+            self.weights = self._best_weights(held)
+        self.add(dict(zip(names, held, strict=True)), updates=0)
+
+    def add(self, batches: Mapping[str, Batch], updates: int) -> None:
+        """Store datapoints of any groups and update."""
+        for name, batch in batches.items():
+            for learner in self._learners:
+                learner.observe(*batch, task=name, update=False)
+        self._update(updates)
+
+    def _update(self, steps: int) -> None:
+        for kind in self._kinds if steps else ():
+            update_together(kind, steps)
+
+    @torch.no_grad()
+    def outputs(self, x: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        """The outputs of each member, (members, rows, outputs); groups without data are predicted by the prior.
+
+        Args:
+            x: inputs.
+            rows: the rows of each group.
+        """
+        results = []
+        for learner in self._learners:
+            known = learner.tasks
+            output = learner.network.predict(learner.layout.named(learner.state.flat), x)
+            many = learner.predict_many({name: x[index] for name, index in rows.items() if name in known})
+            for name, prediction in many.items():
+                output[rows[name]] = prediction
+            results.append(output.double())
+        return torch.stack(results)
+
+    @torch.no_grad()
+    def variances(self, x: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        """The predictive variance of each member, (members, rows)."""
+        result = torch.zeros(len(self._learners), len(x), dtype=torch.float64)
+        for r, learner in enumerate(self._learners):
+            params, known = learner.layout.named(learner.state.flat), learner.tasks
+            for name, index in rows.items():
+                data = learner.memory.named(name) if name in known else None
+                result[r, index] = self._head.variance(learner.network, params, data, x[index])[:, 0].double()
+        return result
+
+    def state(self) -> dict[str, Any]:
+        """All that training has changed."""
+        return {"weights": self.weights, "learners": [learner.state_dict() for learner in self._learners]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state`."""
+        self.weights = state["weights"]
+        for learner, saved in zip(self._learners, state["learners"], strict=True):
+            learner.load_state_dict(saved)
+
+    @torch.no_grad()
+    def _predicted(self, learner: FTML, held: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
+        """Predictions, targets and weights of held-out rows, each group predicted from its first datapoints.
+
+        The weights of the rows of a group sum to one.
+        """
+        params, longest = learner.layout.named(learner.state.flat), max(len(batch.y) for batch in held)
+        shots = tree_map(lambda *leaves: torch.stack([leaf[:_SHOTS] for leaf in leaves]), *held)
+        rest = [torch.arange(_SHOTS, longest) % len(batch.y) for batch in held]
+        is_row = torch.stack([torch.arange(_SHOTS, longest) < len(batch.y) for batch in held])
+        x = torch.stack([batch.x[index] for batch, index in zip(held, rest, strict=True)])
+        y = torch.stack([batch.y[index] for batch, index in zip(held, rest, strict=True)])
+
+        def predict(data: Batch, x: Tensor) -> Tensor:
+            return learner.network.predict(params | self._head(learner.network, params, data), x)
+
+        shares = (is_row / is_row.sum(1, keepdim=True))[is_row]
+        return torch.func.vmap(predict)(Batch(*shots), x)[is_row].double(), y[is_row], shares.double() / len(held)
+
+    def _error(self, learner: FTML, held: Sequence[Batch]) -> float:
+        """The mean loss on held-out groups."""
+        prediction, y, shares = self._predicted(learner, held)
+        return float((learner.loss(prediction, y) * shares).sum())
+
+    def _temper(self, learner: FTML, held: Sequence[Batch]) -> None:
+        """Multiply the prior covariance by the factor with the smallest error on held-out groups."""
+        before, results = learner.state, []
+        for factor in _TEMPERS:
+            params = self._head.tempered(learner.layout.named(before.flat), factor)
+            learner.state = before._replace(flat=learner.layout.flat(params))
+            results.append((self._error(learner, held), learner.state))
+        learner.state = min(results, key=lambda pair: pair[0])[1]
+
+    def _best_weights(self, held: Sequence[Batch]) -> Tensor:
+        """Weights of the members with the smallest error on held-out groups, drawn towards equal weights."""
+        triples = [self._predicted(learner, held) for learner in self._learners]
+        predictions, (_, y, shares) = torch.stack([triple[0] for triple in triples]), triples[0]
+        num, equal = len(predictions), _EQUAL / len(held)
+        if self._regression:
+            scale = shares.sqrt()
+            matrix, target = (predictions[..., 0] * scale).mT.numpy(), (y[:, 0].double() * scale).numpy()
+            spread = math.sqrt(equal * float(((matrix - target[:, None]) ** 2).sum(0).mean()))
+            rows = [matrix, np.eye(num) * spread, np.full((1, num), 1e3 * np.abs(target).sum())]
+            targets = [target, np.full(num, spread / num), [1e3 * np.abs(target).sum()]]
+            found, _ = scipy.optimize.nnls(np.concatenate(rows), np.concatenate(targets))
+            return torch.from_numpy(found / found.sum())
+        likelihoods = torch.softmax(predictions, -1).gather(-1, y.expand(num, -1)[..., None])[..., 0]
+        weights = torch.full((num,), 1 / num, dtype=torch.float64)
+        for _ in range(200):  # expectation maximisation of a mixture
+            members = likelihoods * weights[:, None]
+            weights = (members / members.sum(0) * shares).sum(1) + equal / num
+            weights = weights / weights.sum()
+        return weights
+
+
+def _schedule(updates: int, lr: float) -> list[tuple[int, float]]:
+    """Step sizes that rise and then fall, in at most 50 steps."""
+    pairs = {}
+    for i in range(50):
+        at = i / 50
+        rise = at / _WARM_UP if at < _WARM_UP else (1 + math.cos(math.pi * (at - _WARM_UP) / (1 - _WARM_UP))) / 2
+        pairs[int(updates * at)] = lr * max(rise, _LAST_LR)
+    return sorted(pairs.items())
