@@ -51,7 +51,7 @@ def run_experiment(options: RunOptions, folder: Path, on_record: OnRecord | None
     """
     plan = planned(options)
     if plan.experiment.threads is not None:
-        torch.set_num_threads(plan.experiment.threads)
+        machine.set_threads(plan.experiment.threads)
     with Run(folder, _config(plan)) as run:
         _play(run, plan, on_record)
     _finish(folder)
@@ -72,7 +72,7 @@ def resume_experiment(folder: Path, file: Path | None = None, on_record: OnRecor
         else:
             plan = planned(_options_of(run.config, found))
             _check_unchanged(run.config, plan)
-            torch.set_num_threads(run.config["threads"])
+            machine.set_threads(run.config["threads"])
             if not run.finished():
                 _play(run, plan, on_record)
                 _finish(folder)

@@ -33,6 +33,7 @@ from metaleader.runner.plan import METHOD_NAMES, Plan, RunOptions, find_experime
 from metaleader.runs.folder import Schedule
 from metaleader.streams.base import View
 from metaleader.system.files import make_folder, write_atomic
+from metaleader.system.machine import set_threads
 from metaleader.tasks import rng
 
 _FORMAT = 1
@@ -159,7 +160,7 @@ def is_tune(folder: Path) -> bool:
 
 def _search(folder: Path, config: dict[str, Any], options: TuneOptions) -> Path:
     """Play the trials that are missing, and write the experiment with the best settings."""
-    torch.set_num_threads(config["threads"])
+    set_threads(config["threads"])
     plan = planned(options.run_options(options.methods))
     space = search_space(plan.experiment, options.search, plan.methods)
     seeds = range(options.first_seed, options.first_seed + options.seeds)

@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
@@ -21,6 +22,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_origin, ge
 from metaleader.methods import check_colour
 from metaleader.runs.digest import committed, is_valid, newest
 from metaleader.system.files import write_atomic
+from metaleader.system.machine import MAX_THREADS
 from metaleader.system.trees import load_tree, save_tree
 
 _log = logging.getLogger("metaleader")
@@ -34,6 +36,9 @@ _CHECKPOINT, _CHECKPOINT_VERSION = "metaleader-checkpoint", 2
 _EDITABLE = {"device", "engine", "engines", "threads", "data", "tensorboard", "file", "styles"}
 _EDITABLE |= {"hardware", "versions", "commit"}
 _TEXT, _INTEGERS = ("method", "protocol", "task"), ("seed", "round", "datapoints", "needed", "new_datapoints")
+_BOUNDED = (*_INTEGERS, "seconds", "peak_mb")
+_REQUIRED = ("seed", "round", "datapoints", "loss", "seconds")
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?([eE][-+]?\d+)?|nan|inf)", re.ASCII)
 
 
 class Settings(TypedDict):
@@ -128,6 +133,8 @@ def read_config(folder: str | os.PathLike[str]) -> Config:
         config = {("experiment" if name == "preset" else name): value for name, value in config.items()}
         config = _NEW | config
     _check_types(path, config, Config)
+    if not 1 <= config["threads"] <= MAX_THREADS:
+        raise ValueError(f"{path}: threads must lie in 1..{MAX_THREADS}, got {config['threads']!r}; change it")
     for method, style in config["styles"].items():
         _check_style(path, method, style)
     return config  # pyright: ignore[reportReturnType]
@@ -144,6 +151,7 @@ def _check_types(path: Path, values: dict[str, Any], schema: Any) -> None:
             is_valid = isinstance(value, list) and all(isinstance(item, arguments[0]) for item in value)
         else:
             is_valid = hint is Any or isinstance(value, dict if kind is dict or is_typeddict(hint) else hint)
+            is_valid = is_valid and not (hint is int and isinstance(value, bool))
         if not is_valid:
             raise ValueError(f"{path} is damaged: its {name} is {value!r}; use an intact copy")
         if is_typeddict(hint):
@@ -173,7 +181,7 @@ def read_records(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     folder = Path(folder)
     path = folder / "records.csv"
-    config = read_config(folder) if (folder / "checkpoint").is_dir() else None
+    config = read_config(folder) if (folder / "config.json").is_file() else None
     checkpoints = {} if config is None else read_checkpoints(folder, config["methods"])
     if config is None or not checkpoints:
         if not path.is_file():
@@ -181,7 +189,7 @@ def read_records(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
         hint = (
             f"if the run was killed in its first round, `metaleader resume {folder}` repairs it, else remove that line"
         )
-        return _parsed(path, path.read_bytes(), COLUMNS, hint)
+        return _checked_rounds(path, _parsed(path, path.read_bytes(), COLUMNS, hint), config)
     check_config(folder, checkpoints)
     finished = all(is_finished(checkpoints.get(method)) for method in config["methods"])
     advice = "restore it from a copy, or start a new run in another folder"
@@ -292,9 +300,25 @@ def _parsed(path: Path, content: bytes, columns: Sequence[str], hint: str) -> li
 def _value(name: str, text: str) -> Any:
     if name in _TEXT:
         return text
-    if text == "":
+    if text == "" and name not in _REQUIRED:
         return None
-    return int(text) if name in _INTEGERS else float(text)
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(f"its {name} is {text[:40]!r}, not a number")
+    value = int(text) if name in _INTEGERS else float(text)
+    if name in _BOUNDED and not 0 <= value < 2**63:
+        raise ValueError(f"its {name} is {text[:40]}, which is out of range")
+    return value
+
+
+def _checked_rounds(path: Path, rows: list[dict[str, Any]], config: Config | None) -> list[dict[str, Any]]:
+    """The rows, if their rounds are those of the run."""
+    for number, row in enumerate(rows, 2):
+        if config is not None and row["round"] >= config["tasks"]:
+            raise ValueError(
+                f"row {number} of {path} is damaged: its round is {row['round']}, but the run has {config['tasks']}"
+                " tasks; use an intact copy"
+            )
+    return rows
 
 
 def csv_lines(lines: Iterable[Iterable[Any]]) -> bytes:

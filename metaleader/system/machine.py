@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+# More could end the process: torch does not handle a thread that cannot be started.
+MAX_THREADS = 1024
 # Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -44,6 +46,13 @@ def known_device(name: str | torch.device) -> torch.device:
             f"device {str(device)!r} does not exist: torch finds {torch.cuda.device_count()} CUDA devices; use cpu"
         )
     return device
+
+
+def set_threads(number: int) -> None:
+    """Set the number of CPU threads of torch, which ends the process if the system refuses that many."""
+    if not 1 <= number <= MAX_THREADS:
+        raise ValueError(f"threads must lie in 1..{MAX_THREADS}, got {number}; the cores of the machine are enough")
+    torch.set_num_threads(number)
 
 
 def hardware(device: str) -> str:
