@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.gradient.selection import Params
@@ -26,6 +26,7 @@ from metaleader.nets import calls
 from metaleader.nets.convert import adapted_copy, functional_copy, tied_names
 from metaleader.nets.copies import Copies
 from metaleader.nets.layers import BatchNorm, SeededDropout
+from metaleader.nets.trials import try_loss, try_rows
 from metaleader.tasks import Batch, ClassBatch, Tree, num_rows, row_signature, rows
 
 # The batch norm statistics of an adapted net: those of D_t, or those of the rows that the net is called on.
@@ -254,10 +255,8 @@ class Network:
     @torch.no_grad()
     def output_shape(self, params: Params, x: Tree) -> torch.Size | None:
         """The shape of the output for one datapoint; None if the module fails or has no row per datapoint."""
-        trial = copy.copy(self)  # the module may change itself
-        trial._copies = Copies(copy.deepcopy(self.module))
         try:
-            prediction = trial.predict(params, rows(x, slice(0, 2)))
+            prediction = self.isolated().predict(params, rows(x, slice(0, 2)))
         except Exception:
             return None
         return prediction.shape[1:] if isinstance(prediction, Tensor) and prediction.ndim else None
@@ -265,8 +264,8 @@ class Network:
     @torch.no_grad()
     def check(self, params: Params, batch: Batch, where: str) -> None:
         """Reject datapoints that the module or the loss cannot take, before anything is stored."""
-        if row_signature(batch) != self._checked_rows:
-            self._try_rows(params, batch, where)
+        if (kind := row_signature(batch)) != self._checked_rows:
+            self._outputs, self._checked_rows = try_rows(self.isolated(), params, batch, where), kind
         if takes_labels(self.loss):
             low, high = int(batch.y.min()), int(batch.y.max())
             assert self._outputs is not None
@@ -276,92 +275,19 @@ class Network:
                     f" {low}..{high}"
                 )
         elif self.loss is not squared_error:  # which takes all values of one shape
-            self._try_loss(params, batch, where)
+            try_loss(self, params, batch, where)
 
-    def _try_rows(self, params: Params, batch: Batch, where: str) -> None:
-        """Try rows of a new shape, on a copy, since the module may change itself.
-
-        They are tried two at a time, since a single number would pass as a row; a single row is tried twice and alone.
-        The second derivative is tried too, which finds modules that cannot be made functional.
-        """
-        for leaf in tree_leaves(batch.x):
-            dtype = next(iter(params.values())).dtype
-            if leaf.is_floating_point() and leaf.dtype != dtype:
-                raise ValueError(
-                    f"{where}: x is {leaf.dtype}, the model's parameters are {dtype}; convert with x.to({dtype})"
-                )
-        trial = copy.copy(self)
-        trial.module = copy.deepcopy(self.module)
-        trial._copies = Copies(trial.module, [trial.module])
-        trial._try(params, rows(batch, torch.arange(2, device=_device(batch)) % num_rows(batch)), where)
-        if num_rows(batch) == 1:
-            trial._try_loss(params, Batch(batch.x, _safe_labels(batch.y, self.loss)), where)
-        self._outputs, self._checked_rows = trial._outputs, trial._checked_rows
-
-    def _try(self, params: Params, batch: Batch, where: str) -> None:
-        batch = Batch(batch.x, _safe_labels(batch.y, self.loss))
-        prediction = self._try_loss(params, batch, where)
-        self._try_functional(params, batch)
-        self._outputs = prediction.shape[-1] if prediction.ndim > 1 else 1
-        self._checked_rows = row_signature(batch)
-
-    def _try_loss(self, params: Params, batch: Batch, where: str) -> Tensor:
-        try:
-            prediction = self.predict(params, batch.x)
-        except Exception as error:
-            raise ValueError(
-                f"{where}: the model fails on x with rows of {row_signature(batch.x)}: {_first_line(error)}; pass x of"
-                " the shape and dtype that the model takes"
-            ) from error
-        if not isinstance(prediction, Tensor) or prediction.shape[:1] != (num_rows(batch.y),):
-            got = tuple(prediction.shape) if isinstance(prediction, Tensor) else type(prediction).__name__
-            raise ValueError(f"{where}: the model must return a tensor with one row per datapoint, got {got}")
-        try:
-            self.mean_loss(prediction, batch.y)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        except Exception as error:
-            raise ValueError(
-                f"{where}: the loss fails on prediction {tuple(prediction.shape)} {prediction.dtype} and target"
-                f" {row_signature(batch.y)}: {_first_line(error)}; pass y as the loss takes it"
-            ) from error
-        return prediction
-
-    def _try_functional(self, params: Params, batch: Batch) -> None:
-        noise = (torch.zeros(2, dtype=torch.int64, device=_device(batch)),) if self._dropouts else ()
-        buffers = {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
-
-        def curvature(params: Params, batch: Batch, *noise: Tensor) -> Params:
-            def squared(params: Params) -> Tensor:
-                gradient = grad(lambda p: self.loss_fn(p, batch, *noise))(params)
-                return torch.stack([value.square().sum() for value in gradient.values()]).sum()
-
-            return grad(squared)(params)
-
-        two_params, two_batches = (tree_map(lambda leaf: torch.stack([leaf, leaf]), tree) for tree in (params, batch))
-        try:
-            # The first inner step starts from parameters that all tasks share.
-            for own_params, in_dim in ((two_params, 0), (params, None)):
-                vmap(curvature, in_dims=(in_dim, 0) + (0,) * len(noise))(own_params, two_batches, *noise)
-                for name, buffer in self.module.named_buffers():
-                    if buffer is not buffers[name][0] or buffer._version != buffers[name][1]:
-                        raise ValueError(f"its forward changes the buffer {name!r}")
-        except Exception as error:
-            raise ValueError(
-                f"{type(self.module).__name__} cannot be run as a pure function of its parameters, batched over tasks"
-                f" and differentiated twice: {_first_line(error)}. Layers must not draw random numbers of their"
-                " own (nn.Dropout is handled), change buffers, or branch on values"
-            ) from error
+    def isolated(self) -> Network:
+        """A copy with a module of its own, for modules that may change themselves."""
+        isolated = copy.copy(self)
+        isolated.module = copy.deepcopy(self.module)
+        isolated._copies = Copies(isolated.module, [isolated.module])
+        return isolated
 
 
 def _changed(leaf: Tensor) -> Tensor:
     """Other values of the same kind."""
     return leaf * 0.5 + 0.1 if leaf.is_floating_point() else leaf.flip(0)
-
-
-def _safe_labels(y: Tree, loss: Loss) -> Tree:
-    """Valid labels for a trial run, before their range is checked."""
-    return torch.zeros_like(y) if takes_labels(loss) and isinstance(y, Tensor) and not y.is_floating_point() else y
 
 
 @contextlib.contextmanager
@@ -394,7 +320,3 @@ def _same_function(one: Any, other: Any) -> bool:
 def _device(tree: Tree) -> torch.device:
     """The device of a tree of tensors."""
     return tree_leaves(tree)[0].device
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
