@@ -45,8 +45,7 @@ class Settings(NamedTuple):
 
 
 def _measure_networks(device: torch.device, settings: Settings) -> dict[str, Any]:
-    peers = [name for name in NETWORK_PEERS if name in settings.peers]
-    networks, cells = choose_networks(settings.networks, device), choose_cells(settings.modes, peers, device)
+    networks, cells = choose_networks(settings.networks, device), choose_cells(settings.modes, settings.peers, device)
 
     def report(network: str, cell: str, values: dict[str, Any]) -> None:
         if settings.save:
@@ -74,7 +73,10 @@ MEASUREMENTS: dict[str, Callable[[torch.device, Settings], dict[str, Any]]] = {
     "start": lambda device, _: measure_start(device),
 }
 # The measurements that compare with other libraries, and the names of these.
-_PEERS_OF = {"meta-step": PEERS, "networks": NETWORK_PEERS}
+_PEERS_OF = {
+    "meta-step": tuple(PEERS),
+    "networks": tuple(dict.fromkeys([*NETWORK_PEERS, *(cell for cells in NETWORK_PEERS.values() for cell in cells)])),
+}
 # Times by engine mode, for readers of the JSON; the table has the same times by program.
 _NOT_IN_TABLE = ("eager_ms", "compiled_ms")
 

@@ -24,8 +24,8 @@ def bench(
             seeds (three, batched), cifar, pose, plain (TOE and FTL), generic (the update of Rainbow for a network that
             is not a chain of convolutions), tf32, memory, buffer, stream (slow), start.
         device: cpu, cuda, or auto for the GPU if there is one.
-        peers: also measure these libraries, separated by commas: higher, torchopt, and in networks jax and torch-func;
-            without names, all. Needs metaleader[bench].
+        peers: also measure these libraries, separated by commas: higher, torchopt, and in networks jax and torch-func,
+            or one row of these such as jax-scan; without names, all. Needs metaleader[bench].
         out: a file to which each result is appended as a line of JSON.
         networks: of the measurement networks, separated by commas: mlp, digits, conv, transformer, resnet, vit, gru.
             Without it all, on the CPU without conv.

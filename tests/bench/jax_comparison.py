@@ -37,7 +37,7 @@ def updates() -> dict[str, float]:
     """Three updates with the inner steps as a scan, against torch.func with torch's Adam."""
     case = replace(CASES["mlp"], tasks=2, support=3, query=3, inner_steps=3)
     inputs = make_inputs(case, CPU)
-    jax_peer, torch_peer = (build(name, "mlp", case, inputs, CPU) for name in ("jax-scan", "torch-func"))
+    jax_peer, torch_peer = (build(name, "mlp", case, inputs, CPU) for name in ("jax-scan", "torch-func-eager"))
     for peer in (jax_peer, torch_peer):
         peer.update(3)
     found = {name: torch.tensor(value.tolist()) for name, value in jax_peer.state[0].items()}  # pyright: ignore

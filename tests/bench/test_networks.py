@@ -99,7 +99,7 @@ def test_jax_does_the_same_for_larger_networks() -> None:
     check_jax("digits:grouped", "transformer:im2col", *(f"{n}:{c}" for n in names for c in ("im2col", "grouped")))
 
 
-@pytest.mark.parametrize("name", ["ours-eager", "torch-func", "higher", "torchopt"])
+@pytest.mark.parametrize("name", ["ours-eager", "torch-func-eager", "higher", "torchopt"])
 def test_the_gradient_of_each_task(name: str) -> None:
     """`measure_error` compares one task at a time with autograd through torch's layers in float64."""
     if name in ("higher", "torchopt"):
@@ -121,7 +121,7 @@ def test_a_wrong_gradient_has_an_error() -> None:
     case = tiny("mlp")
     inputs = make_inputs(case, CPU)
     wrong = inputs._replace(exact={key: 1.01 * value for key, value in inputs.exact.items()})
-    contender = build("torch-func", "mlp", case, inputs, CPU)
+    contender = build("torch-func-eager", "mlp", case, inputs, CPU)
     assert cell.measure_error(contender, wrong, case.tasks) == pytest.approx(0.0099, rel=1e-2)
 
 
@@ -261,12 +261,12 @@ def test_cells_take_turns_and_are_compared_with_the_fastest_of_jax(monkeypatch: 
         {"digits": tiny("digits")}, cells, CPU, 40, rounds=2, report=lambda n, c, values: reported.append((n, c))
     )
     by_cell = found["digits"]["cells"]
-    compiled = ["ours-compiled", "jax", "jax-scan", "jax-grouped"]
+    compiled = ["ours-compiled", "jax-loop", "jax-scan", "jax-grouped"]
     assert FakeProcess.order[:4] == [f"cold {name}" for name in compiled]
     assert FakeProcess.order[4:9] == [f"warm {c}" for c in cells if c != "jax-grouped"]
-    turn = ["ours-eager", "ours-compiled", "jax", "jax-scan"]
+    turn = ["ours-eager", "ours-compiled", "jax-loop", "jax-scan"]
     assert FakeProcess.order[9:] == [*turn, "torchopt", *turn]
-    assert by_cell["ours-compiled"]["ratio_to_jax"] == pytest.approx(len("ours-compiled") / len("jax"))
+    assert by_cell["ours-compiled"]["ratio_to_jax"] == pytest.approx(len("ours-compiled") / len("jax-loop"))
     assert by_cell["ours-eager"]["update_ms"] == 100
     assert by_cell["torchopt"]["failed"] == "timing: it ended"
     assert "update_ms" not in by_cell["jax-grouped"]
@@ -276,8 +276,8 @@ def test_cells_take_turns_and_are_compared_with_the_fastest_of_jax(monkeypatch: 
 
 def test_networks_without_convolutions_have_no_grouped_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "CellProcess", FakeProcess)
-    found = table.measure_networks({"mlp": tiny("mlp")}, ["jax", "jax-grouped"], CPU, 40, rounds=1)
-    assert list(found["mlp"]["cells"]) == ["jax"]
+    found = table.measure_networks({"mlp": tiny("mlp")}, ["jax-loop", "jax-grouped"], CPU, 40, rounds=1)
+    assert list(found["mlp"]["cells"]) == ["jax-loop"]
 
 
 def test_an_error_ends_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,8 @@ def test_networks_of_a_device() -> None:
     assert list(table.choose_networks("gru, conv", CPU)) == ["gru", "conv"]
     assert CASES["digits"].on(CPU).tasks == 8
     assert CASES["digits"].on(torch.device("cuda")).tasks == 25
-    assert table.choose_cells("eager", ["torch-func"], CPU) == ["ours-eager", "torch-func", "torch-func-compiled"]
+    assert table.choose_cells("eager", ["torch-func"], CPU) == ["ours-eager", "torch-func-eager", "torch-func-compiled"]
+    assert table.choose_cells("eager", ["jax-scan", "higher"], CPU) == ["ours-eager", "jax-scan", "higher"]
     assert "ours-captured" not in table.choose_cells(None, [], CPU)
 
 

@@ -27,10 +27,10 @@ from metaleader.learners import FTML
 from metaleader.tasks import Batch, to_device
 
 META_LR = 1e-3
-# What `--peers` selects by name: the implementations of each.
+# What `--peers` selects by name: the implementations of each. The name of one of these selects that alone.
 PEERS = {
-    "jax": ("jax", "jax-scan", "jax-grouped"),
-    "torch-func": ("torch-func", "torch-func-compiled"),
+    "jax": ("jax-loop", "jax-scan", "jax-grouped"),
+    "torch-func": ("torch-func-eager", "torch-func-compiled"),
     "torchopt": ("torchopt",),
     "higher": ("higher",),
 }

@@ -29,7 +29,7 @@ from metaleader.bench.networks.process import CellProcess, Setting
 
 # (network, cell, result so far): called as soon as a result is known
 Report = Callable[[str, str, dict[str, Any]], None]
-_NO_COMPILER = ("ours-eager", "ours-graphed", "torch-func", "torchopt", "higher")
+_NO_COMPILER = ("ours-eager", "ours-graphed", "torch-func-eager", "torchopt", "higher")
 _HAS_CONVOLUTION = ("digits", "conv", "resnet")
 
 
@@ -41,7 +41,13 @@ def choose_networks(names: str | None, device: torch.device) -> dict[str, Case]:
 
 
 def choose_cells(modes_chosen: str | None, peers: Sequence[str], device: torch.device) -> list[str]:
-    """The implementations to compare: modes separated by commas (None for all of the device), and peers."""
+    """The implementations to compare.
+
+    Args:
+        modes_chosen: modes of the engine separated by commas; None for all of the device.
+        peers: names of peers, or of one of their implementations.
+        device: where the work runs.
+    """
     if modes_chosen is None:
         names = [mode for mode in modes() if device.type == "cuda" or not _needs_cuda(mode)]
     else:
@@ -49,9 +55,7 @@ def choose_cells(modes_chosen: str | None, peers: Sequence[str], device: torch.d
         if device.type != "cuda" and any(_needs_cuda(mode) for mode in names):
             raise ValueError(f"modes {modes_chosen!r} need a CUDA device; use eager,compiled")
     cells = [f"ours-{mode}" for mode in names]
-    for peer in peers:
-        cells += PEERS[peer]
-    return cells
+    return cells + [cell for group, of_group in PEERS.items() for cell in of_group if {group, cell} & set(peers)]
 
 
 def measure_networks(
