@@ -240,6 +240,8 @@ class FakeProcess:
 
     def times(self, seconds: float) -> tuple[list[float], float] | None:
         self.order.append(self.cell)
+        if self.cell == "higher":
+            return [2000.0], 1.0
         if self.cell == "torchopt":
             self.result["failed"] = "timing: it ended"
             return None
@@ -272,6 +274,14 @@ def test_cells_take_turns_and_are_compared_with_the_fastest_of_jax(monkeypatch: 
     assert "update_ms" not in by_cell["jax-grouped"]
     assert reported[:4] == [("digits", name) for name in compiled]
     assert len(reported) == 4 + len(cells)
+
+
+def test_slow_cells_take_part_in_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "CellProcess", FakeProcess)
+    monkeypatch.setattr(FakeProcess, "order", [])
+    table.measure_networks({"mlp": tiny("mlp")}, ["ours-eager", "higher"], CPU, 40, rounds=5)
+    assert FakeProcess.order.count("ours-eager") == 5
+    assert FakeProcess.order.count("higher") == 3
 
 
 def test_networks_without_convolutions_have_no_grouped_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ class Inputs(NamedTuple):
     exact: Params
 
 
-def make_inputs(case: Case, device: torch.device, exact_tasks: int = 9) -> Inputs:
+def make_inputs(case: Case, device: torch.device, exact_tasks: int = 5) -> Inputs:
     """Draw the inputs of an update, and compute the gradient of each of the first tasks alone in float64.
 
     The gradient is that of torch's own layers by autograd through all inner steps, one task at a time.
