@@ -100,14 +100,41 @@ async def at_rate(port: int, rate: float, seconds: float, make: Callable[[int], 
     return np.array(times)
 
 
-def report(name: str, times: np.ndarray, seconds: float) -> None:
-    """Print a rate and percentiles."""
-    p50, p99 = (1e3 * np.percentile(times, q) for q in (50, 99))
-    print(f"{name}: {len(times) / seconds:.0f} per second, p50 {p50:.1f} ms, p99 {p99:.1f} ms", flush=True)
+class Meter:
+    """Prints rates, percentiles, and the processor time that the server took meanwhile.
+
+    Args:
+        process: the number of the server process.
+    """
+
+    def __init__(self, process: int) -> None:
+        self._path = Path(f"/proc/{process}/stat")
+        self.start()
+
+    def start(self) -> None:
+        """Begin a measurement."""
+        self._wall, self._processor = time.perf_counter(), self._seconds()
+
+    def report(self, **found: np.ndarray) -> None:
+        """Print the times of requests since `start`, by name."""
+        wall, processor = time.perf_counter() - self._wall, self._seconds() - self._processor
+        for name, times in found.items():
+            p50, p99 = (1e3 * np.percentile(times, q) for q in (50, 99))
+            print(f"  {name}: {len(times) / wall:.0f} per second, p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+        total = sum(len(times) for times in found.values())
+        print(
+            f"  processor time: {1e3 * processor / total:.2f} ms per request, {processor / wall:.2f} cores", flush=True
+        )
+        self.start()
+
+    def _seconds(self) -> float:
+        fields = self._path.read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(port: int, customers: int, seconds: float) -> None:
+async def measure(port: int, process: int, customers: int, seconds: float) -> None:
     """All measurements."""
+    meter = Meter(process)
     draw = np.random.default_rng(0)
     x, y = draw.standard_normal((ROWS, SHAPE)).astype("f"), draw.standard_normal((ROWS, 1)).astype("f")
     stride = 7919
@@ -119,20 +146,21 @@ async def measure(port: int, customers: int, seconds: float) -> None:
         return request(f"/tasks/customer-{i * stride % customers}/observe", ("x", x), ("y", y))
 
     await closed(port, 4, 3.0, infer)
-    report("predictions, idle, 1 connection", await closed(port, 1, seconds, infer), seconds)
-    report("predictions, idle, 16 connections", await closed(port, 16, seconds, infer), seconds)
-    report("observations, 16 connections, updates running", await closed(port, 16, seconds, observe), seconds)
-    for rate in (100, 200, 300):
-        both = await asyncio.gather(at_rate(port, rate, seconds, infer), at_rate(port, rate, seconds, observe))
-        for name, times in zip(("predictions", "observations"), both, strict=True):
-            report(f"{name} at {rate} per second each, updates running", times, seconds)
+    await closed(port, 1, 1.0, observe)
+    await asyncio.sleep(1)
     for count in (1, 16):
-
-        async def slowly() -> None:
-            await at_rate(port, 20, seconds, observe)
-
-        times, _ = await asyncio.gather(closed(port, count, seconds, infer), slowly())
-        report(f"predictions, {count} connections, 20 observations per second, updates running", times, seconds)
+        print(f"{count} connections, no updates")
+        meter.start()
+        meter.report(predictions=await closed(port, count, seconds, infer))
+    print("16 connections, updates running")
+    meter.start()
+    meter.report(observations=await closed(port, 16, seconds, observe))
+    for rate in (50, 100, 200, 300):
+        print(f"{rate} predictions and {rate} observations per second, updates running")
+        meter.start()
+        calls = at_rate(port, rate, seconds, infer), at_rate(port, rate, seconds, observe)
+        predictions, observations = await asyncio.gather(*calls)
+        meter.report(predictions=predictions, observations=observations)
 
 
 def main() -> None:
@@ -167,7 +195,7 @@ def main() -> None:
     try:
         assert server.stdout is not None
         port = int(server.stdout.readline().rpartition(":")[2])
-        asyncio.run(measure(port, options.customers, seconds))
+        asyncio.run(measure(port, server.pid, options.customers, seconds))
     finally:
         server.send_signal(signal.SIGTERM)
         print(f"exit status of the server: {server.wait(60)}", flush=True)

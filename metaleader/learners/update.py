@@ -125,7 +125,12 @@ def _first_failure(
     gradient = ShardedGradient(learners[0].sharding, [draw.weights for draw in sharded], outer) if sharded else None
     try:
         if gradient is None:
-            watched = _run_updates(learners, outer, numbers, [draw for draw in draws if isinstance(draw, Draw)])
+            watched = _run_updates(
+                learners,
+                outer,
+                numbers,
+                [draw for draw in draws if draw is not None and not isinstance(draw, ShardedDraw)],
+            )
         else:
             watched = run_sharded_updates(learners, outer, numbers, sharded, gradient)
     except ValueError as error:  # of a solver, for one

@@ -11,7 +11,18 @@ import metaleader
 API = Path(__file__).parents[2] / "docs" / "api"
 DIRECTIVES = [name for page in API.glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
 # Modules whose public names are part of the reference; those of `evaluate` are named one by one.
-MODULES = ("losses", "models", "streams", "checks", "regret", "report.pairs", "report.transfer", "sklearn", "theory")
+MODULES = (
+    "losses",
+    "models",
+    "nets.export",
+    "streams",
+    "checks",
+    "regret",
+    "report.pairs",
+    "report.transfer",
+    "sklearn",
+    "theory",
+)
 EVALUATE = ("play_together", "preload")
 # The functions by which a program runs an experiment, and writes records of its own.
 RUNNER = ("runner.run_experiment", "runner.resume_experiment", "runner.RunOptions", "report.own.write_records")

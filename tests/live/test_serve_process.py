@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -166,6 +167,13 @@ def test_the_method_of_an_experiment(file):
     assert isinstance(learner_factory(file, "scratch", 0)(), Learner)
     with pytest.raises(ValueError, match="unknown method 'ftmll'; did you mean 'ftml'"):
         learner_factory(file, "ftmll", 0)
+
+
+def test_the_file_of_the_documentation(file):
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "serve.md").read_text()
+    (text,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    file.write_text(text)
+    assert learner_factory(file, None, 0)().meta_steps == 2
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.torture)])

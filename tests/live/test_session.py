@@ -13,7 +13,7 @@ from sessions import ROWS, batch, calls, make, plain_learner, same_state
 
 from metaleader import losses, models
 from metaleader.learners import FTML, TOE, Learner, Scratch
-from metaleader.live.calls import Observe
+from metaleader.live.calls import Observe, Update
 from metaleader.live.errors import ConflictError, UnknownPredictionError
 from metaleader.live.session import Session
 
@@ -66,6 +66,14 @@ def test_a_folder_without_checkpoints_replays_its_journal(tmp_path, mode):
     with Session(tmp_path / "killed", make) as session:
         assert same_state(session.learner, plain_learner_of(state))
     assert same_state(plain_learner(tmp_path / "killed"), plain_learner_of(state))
+
+
+def test_background_updates_do_not_exclude_calls(tmp_path):
+    """They do so after a failure only."""
+    filled(tmp_path / "a", "background").close()
+    updates = [call for call in calls(tmp_path / "a") if isinstance(call, Update)]
+    assert updates
+    assert not any(update.exclusive for update in updates)
 
 
 def test_updates_after_a_checkpoint_are_made_again(tmp_path, mode):

@@ -146,9 +146,11 @@ class History:
             blocks = [[float(value) for value in block] for block in state["blocks"]]
             cells = {(int(b), int(c)): [float(value) for value in rest] for b, c, *rest in state["cells"]}
             size, count, tasks = int(state["size"]), int(state["count"]), int(state["tasks"])
-            if any(len(block) != 4 for block in blocks) or len(blocks) != -(-count // size):
+            if any(len(block) != 4 or block[0] <= 0 for block in blocks) or len(blocks) != -(-count // size):
                 raise ValueError("its blocks do not fit its count")
-            if any(len(values) != 3 or values[0] <= 0 for values in cells.values()) or tasks < 1:
+            if any(len(values) != 3 or values[0] <= 0 for values in cells.values()) or tasks < 1 or size < 1:
+                raise ValueError("its cells are damaged")
+            if any(not 0 <= column < len(COLUMNS) or block < 0 for block, column in cells):
                 raise ValueError("its cells are damaged")
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             _log.warning("%s is not read (%s): the figures of the status page begin anew", path, error)
