@@ -58,7 +58,7 @@ def _memory_of_state(learner: Learner, state: Mapping[str, Any]) -> Memory:
     kinds: dict[str, type[TaskBuffer] | type[ClassBuffer]] = {"tasks": TaskBuffer, "classes": ClassBuffer}
     if memory.kind == state["kind"]:
         restored = copy.copy(memory)
-        restored.store = copy.copy(memory.store)
+        vars(restored)["store"] = copy.copy(memory.store)
     elif options.max_tasks is not None:
         raise ValueError("a state of tasks with classes needs a learner without max_tasks")
     else:

@@ -25,6 +25,7 @@ from metaleader.learners.locks import Locks
 from metaleader.learners.many import predict_many
 from metaleader.learners.optimizer import Rule, State, state_tree
 from metaleader.learners.options import Configured, Model, initial_module, initial_params
+from metaleader.learners.sharded import agree_on_batch, agree_on_learner
 from metaleader.learners.update import update_together
 from metaleader.losses import Loss, check_loss
 from metaleader.memory.by_task import TaskBuffer
@@ -73,7 +74,7 @@ class Learner(Configured, ABC):
         self.sharding = Sharding(self.options.shards)
         module = initial_module(model, self.options.seed, 0)
         self.network = Network(module, loss, self.options.preprocess, self.device)
-        self.memory: Memory = TaskBuffer(self.device, self.options.weights, self.options.max_tasks)
+        self.memory: Memory = TaskBuffer(self.device, self.options.weights, self.options.max_tasks, self.sharding)
         self.engine = engine if isinstance(engine, Engine) else Engine(engine, device=self.device)
         self.definition = with_own_gradient(self, self.define(), base=Learner)
         params = self.definition.objective.params()
@@ -83,6 +84,8 @@ class Learner(Configured, ABC):
         self.state = State(self.layout.flat(params), {})
         self.round, self.skipped = -1, 0
         self.task: str | None = None
+        if self.sharding.group.size > 1:
+            agree_on_learner(self)
 
     @abstractmethod
     def define(self) -> Definition:
@@ -152,7 +155,7 @@ class Learner(Configured, ABC):
         """
         task = None if task is None else str(task)
         with self.locks.changing:
-            batch = checked_batch(self, x, y, task)
+            batch = agree_on_batch(self, lambda: checked_batch(self, x, y, task), task, update)
             with Change([self]):
                 with self.locks.reading:
                     self.memory.append(batch, ids, task)

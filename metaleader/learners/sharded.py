@@ -14,15 +14,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metaleader.distributed.agreement import agree, digest_of
 from metaleader.distributed.reduction import sum_over_shards
 from metaleader.distributed.shards import Shard, Sharding, shard_weights
 from metaleader.engine.hook import StateReadError
 from metaleader.learners.batches import chunks, draw_meta_batches, stacked_batches, unbind
 from metaleader.learners.outer import Outer
 from metaleader.memory.rows import Draw
+from metaleader.system import machine
+from metaleader.tasks import Batch
 
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
+
+
+def agree_on_learner(learner: Learner) -> None:
+    """Raise ValueError on all processes if their learners differ."""
+    facts = {
+        "class": type(learner).__name__,
+        "settings": learner.options.plain(),
+        "device": learner.device.type,
+        "engine": learner.engine.mode,
+        "threads": torch.get_num_threads(),
+        "versions": machine.versions(),
+        "initial parameters": digest_of(learner.state.flat),
+    }
+    agree(learner.sharding.group, facts, "a new learner")
+
+
+def agree_on_batch(learner: Learner, check: Callable[[], Batch], task: str | None, update: bool) -> Batch:
+    """The datapoints as checked, if they are the same on all processes; raises ValueError on all of them otherwise."""
+    group, where = learner.sharding.group, "observe"
+    facts = {"task": learner.task if task is None else task, "round": learner.round, "update": update}
+    try:
+        batch = check()
+    except ValueError as error:
+        agree(group, {"error": str(error)}, where)
+        raise
+    agree(group, facts | {"data": digest_of(batch) if group.size > 1 else ""}, where)
+    return batch
 
 
 class ShardedDraw(NamedTuple):

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metaleader.distributed.shards import Shard, key_of
+from metaleader.distributed.shards import Shard, Sharding, key_of
 from metaleader.memory.entries import Entries, Entry, index_of
-from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_weights, choose, distinct, split
+from metaleader.memory.pools import masses_of_shards, pool_of, weights_of
+from metaleader.memory.rows import Draw, Rows, Weights, Which, choose, distinct, split
 from metaleader.memory.saved import entries_from_tree, entries_tree
+from metaleader.memory.sharded import ShardedRows
 from metaleader.tasks import Batch, rng
 
 # The storage is regrouped when this fraction of its rows belongs to no task.
@@ -30,20 +32,30 @@ class TaskBuffer:
         device: where the data is kept.
         weights: nu^t, the distribution over the tasks seen, in the order of their first datapoints; uniform if None.
         max_tasks: the tasks kept, the open one among them; all if None.
+        sharding: the shards of the tasks, of which every process keeps its own; None if they are not divided.
     """
 
     kind = "tasks"
 
     def __init__(
-        self, device: torch.device | str = "cpu", weights: Weights | None = None, max_tasks: int | None = None
+        self,
+        device: torch.device | str = "cpu",
+        weights: Weights | None = None,
+        max_tasks: int | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         is_integer = isinstance(max_tasks, int | np.integer) and not isinstance(max_tasks, bool)
         if max_tasks is not None and not (is_integer and max_tasks >= 1):
             raise ValueError(f"max_tasks must be an integer of at least 1, or None to keep all; got {max_tasks!r}")
         self.device = torch.device(device)
         self.weights, self.max_tasks = weights, max_tasks
-        self.store = Rows(self.device)
+        self._sharding = Sharding(1) if sharding is None else sharding
+        self.store = self._new_store()
         self._entries = Entries()
+
+    def _new_store(self) -> Rows | ShardedRows:
+        is_divided = self._sharding.group.size > 1
+        return ShardedRows(self.device, self._sharding) if is_divided else Rows(self.device)
 
     # One round: begin, append, draw.
 
@@ -77,7 +89,14 @@ class TaskBuffer:
             return
         if self._entries.round is None and self._entries.open is None:
             raise ValueError("observe before begin: call begin(name) to open a task first, or pass task=name")
-        self._entries.add_to_round(self.store.append(batch))
+        number = self.seen if self._entries.round is None else self._entries.round.number
+        self._entries.add_to_round(self._stored(batch, number, is_open=True))
+
+    def _stored(self, batch: Batch, number: int, is_open: bool) -> range:
+        """Store datapoints of the task with a number; returns their rows."""
+        if isinstance(self.store, ShardedRows):
+            return self.store.append(batch, number, is_open)
+        return self.store.append(batch)
 
     def current(self) -> Batch | None:
         """D_t: all datapoints of the open task, None before the first."""
@@ -109,6 +128,8 @@ class TaskBuffer:
         for i, entry in enumerate(chosen):
             if entry.scattered is not None:
                 picked[i] = entry.scattered[index[i]]
+        if isinstance(self.store, ShardedRows):
+            picked = self.store.places(picked)
         rows = torch.from_numpy(picked.reshape(len(steps), tasks, width)).to(self.device)
         return Draw(rows[..., :support], rows[..., support:])
 
@@ -131,27 +152,7 @@ class TaskBuffer:
 
     def shard_masses(self, total: int, which: Which, without: Collection[str]) -> np.ndarray | None:
         """The weight of the tasks of each of `total` shards under nu^t; None if all draw from the open round."""
-        if which == "current":
-            return None
-        if self.weights is None:
-            pools = (self._pool(which, without, Shard(number, total)) for number in range(total))
-            return np.array([len(drawn) + len(last) for drawn, last in pools], dtype=np.float64)
-        drawn, last = self._pool(which, without, None)
-        entries = [*drawn, *last]
-        weights = self._weights(entries, which) if entries else None
-        return np.bincount([entry.number % total for entry in entries], weights, minlength=total).astype(np.float64)
-
-    def _pool(
-        self, which: Which, without: Collection[str], shard: Shard | None
-    ) -> tuple[Sequence[Entry], Sequence[Entry]]:
-        """The closed entries to draw from, and the open round if it is drawn from."""
-        drawn = [] if which == "current" else self._entries.drawn_in(shard)
-        if without:
-            drawn = [entry for entry in drawn if entry.name not in without]
-        last = self._entries.round
-        if last is None or which == "past" or (shard is not None and which == "all" and not shard.has(last.number)):
-            return drawn, []
-        return drawn, [last]
+        return None if which == "current" else masses_of_shards(self._entries, self.weights, total, which, without)
 
     def _chosen(
         self,
@@ -170,17 +171,20 @@ class TaskBuffer:
         key = key_of(shard)
         uniforms = np.stack([rng("draw", seed, step, *key).random((tasks, 1 + 2 * width)) for step in steps])
         uniforms = uniforms.reshape(-1, 1 + 2 * width)
-        drawn, last = self._pool(which, without, shard)
+        drawn, last = pool_of(self._entries, which, without, shard)
         num = len(drawn) + len(last)
         if num == 0:
             return [], uniforms
-        weights = None if self.weights is None or which == "current" else self._weights([*drawn, *last], which)
+        weights = None
+        if self.weights is not None and which != "current":
+            weights = weights_of(self._entries, self.weights, [*drawn, *last], which)
         numbers = choose(uniforms[:, 0], num, weights).tolist()
         return [drawn[i] if i < len(drawn) else last[0] for i in numbers], uniforms[:, 1:]
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
-        return self.store.take(draw.support), self.store.take(draw.query)
+        store = self.store.own if isinstance(self.store, ShardedRows) else self.store
+        return store.take(draw.support), store.take(draw.query)
 
     def mark(self) -> tuple[Any, ...]:
         """Make all changes so far permanent, and return this point for `rollback`."""
@@ -208,7 +212,13 @@ class TaskBuffer:
             raise ValueError("max_tasks=1 keeps the open round alone: do not use begin together with observe(task=)")
         if self.max_tasks is not None and not entries.closed(name):
             excess = self._excess(entries.all(with_round=False), len(self) + int(entries.open is not None))
-        rows = self.store.append(batch)
+        closed = entries.closed(name)
+        if len({entry.number % self._sharding.count for entry in closed}) > 1:
+            raise ValueError(
+                f"task {name!r} has rounds in several shards, and data under a name belongs to one; with"
+                f" shards={self._sharding.count}, use either begin or observe(task=) for all data of a name"
+            )
+        rows = self._stored(batch, closed[0].number if closed else self.seen, is_open=False)
         for entry in excess:
             entries.drop(entry)
         entries.add(name, rows)
@@ -327,6 +337,9 @@ class TaskBuffer:
         if "data" in state:
             store = Rows(self.device)
             store.load_state_dict(state)
+            if isinstance(self.store, ShardedRows):
+                kept = [(entry.number, entry.count, entry is entries.round) for entry in entries.all()]
+                store = ShardedRows.of(store, self._sharding, kept)
         self.store, self._entries = store, entries
 
     # A bounded number of tasks.
@@ -336,7 +349,7 @@ class TaskBuffer:
         excess = 0 if self.max_tasks is None else num + 1 - self.max_tasks
         if excess <= 0:
             return []
-        weights = self._weights(entries, "all")
+        weights = weights_of(self._entries, self.weights, entries, "all")
         if weights is None:
             return sorted(entries, key=lambda entry: entry.touched)[:excess]
         return [entries[i] for i in np.argsort(weights, kind="stable")[:excess]]
@@ -347,16 +360,6 @@ class TaskBuffer:
         if not before.holes or before.holes < _MAX_HOLES * self.store.length:
             return
         kept = before.all()
-        store, entries = self.store.copy_of(index_of(kept)) if kept else Rows(self.device), before.compacted()
+        store, entries = self.store.copy_of(index_of(kept)) if kept else self._new_store(), before.compacted()
         # One statement: an interrupt comes before or after it.
         self.store, self._entries = store, entries
-
-    def _weights(self, entries: Sequence[Entry], which: Which) -> np.ndarray | None:
-        """Weights of some of the tasks kept; None if they are uniform."""
-        if self.weights is None:
-            return None
-        # Weights over all tasks seen, without the open round if it is the latest task and is not sampled.
-        latest, seen = self._entries.round, self.seen
-        without = which == "past" and latest is not None and latest.number == seen - 1
-        weights = checked_weights(self.weights, seen - int(without))[[entry.number for entry in entries]]
-        return weights if weights.sum() > 0 else None

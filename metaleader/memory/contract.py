@@ -10,6 +10,7 @@ from torch import Tensor
 
 from metaleader.distributed.shards import Shard
 from metaleader.memory.rows import Draw, Rows, Which
+from metaleader.memory.sharded import ShardedRows
 from metaleader.tasks import Batch
 
 
@@ -18,11 +19,14 @@ class Memory(Protocol):
 
     Attributes:
         kind: names the form of `state_dict`.
-        store: the datapoints.
     """
 
     kind: str
-    store: Rows
+
+    @property
+    def store(self) -> Rows | ShardedRows:
+        """The datapoints."""
+        ...
 
     def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
         """Open a new task; D_t is empty."""

@@ -45,6 +45,7 @@ class ShardedRows:
         self.own = Rows(device)
         self.data: Batch | None = None
         self.length = self._holes = 0
+        self._open_task = -1
         # Of each segment of rows: the first row, the rank that has it, the first row in `own`, and whether all have it.
         self._table = np.empty((4, 8), dtype=np.int64)
         self._num = 0
@@ -55,6 +56,9 @@ class ShardedRows:
             check_alike(batch, self.data, "observe")
         else:
             self.data = tree_map(lambda leaf: leaf[:1].to(self.device, copy=True), batch)
+        if is_open and task != self._open_task:
+            self._close()
+            self._open_task = task
         num, rank, place = num_rows(batch), self.shards.rank_of(task), _ELSEWHERE
         if is_open or rank == self.shards.group.rank:
             place = self.own.length
@@ -82,8 +86,8 @@ class ShardedRows:
     def _sizes(self) -> np.ndarray:
         return np.diff(self._segments[_START], append=self.length)
 
-    def close(self) -> None:
-        """Close the round: its rows stay with the process that has its shard."""
+    def _close(self) -> None:
+        """Close the round before: its rows stay with the process that has its shard."""
         segments, sizes = self._segments, self._sizes()
         for i in reversed(np.flatnonzero(segments[_OPEN]).tolist()):
             segments[_OPEN, i] = 0
@@ -109,7 +113,7 @@ class ShardedRows:
         self.own, self._holes = own, 0
 
     def cut(self, length: int) -> None:
-        """Remove the rows from `length` on, which were added after the last `close`."""
+        """Remove the rows from `length` on, which are those added last."""
         starts = self._segments[_START]
         removed = np.maximum(starts + self._sizes() - np.maximum(starts, length), 0)
         self.own.cut(self.own.length - int(removed[self._segments[_PLACE] != _ELSEWHERE].sum()))
@@ -162,7 +166,7 @@ class ShardedRows:
     def copy_of(self, index: Index) -> ShardedRows:
         """A copy of the rows at an index, each on the processes that have it."""
         copied, numbers = ShardedRows(self.device, self.shards), self._numbers(index)
-        copied.data = self.data
+        copied.data, copied._open_task = self.data, self._open_task
         found = self._find(numbers)
         is_own = found[_PLACE] != _ELSEWHERE
         if is_own.any():
