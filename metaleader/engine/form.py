@@ -41,8 +41,10 @@ def form_of(tree: Mapping[str, Any]) -> Form:
     return Form(unroll, chunk, operations)
 
 
-def choose_form(objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None) -> Form:
-    """The fastest form whose memory fits into half of what is free.
+def choose_form(
+    objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None, free: int | None = None
+) -> Form:
+    """The fastest form whose memory fits into half of `free` bytes; None is the memory of the device that is free.
 
     One inner step of one task is taken, and the bytes are counted that it holds for the second derivative. All steps
     are unrolled if those of all tasks fit, or with `chunk="auto"` those of at least one task. Arguments are those of
@@ -63,7 +65,7 @@ def choose_form(objective: Objective, flat: Tensor, support: Any, query: Any, no
     unrolled = (inner.steps + 1) * held.total + 3 * size
     stride = max(1, math.isqrt(inner.steps) // 2)
     adjoint = 2 * held.total + (inner.steps // stride + stride + 3) * size
-    free = memory_bytes(flat.device, free=True) // (2 * len(flat))
+    free = (memory_bytes(flat.device, free=True) if free is None else free) // (2 * len(flat))
     if inner.chunk != "auto":
         chunk = inner.chunk
         unroll = inner.steps == 0 or min(chunk or num_tasks, num_tasks) * unrolled <= free

@@ -17,11 +17,14 @@ from torch import Tensor
 from metaleader.distributed.agreement import agree, digest_of
 from metaleader.distributed.reduction import sum_over_shards
 from metaleader.distributed.shards import Shard, Sharding, shard_weights
+from metaleader.engine.form import choose_form, form_of
 from metaleader.engine.hook import StateReadError
+from metaleader.engine.objective import Form
 from metaleader.learners.batches import chunks, draw_meta_batches, stacked_batches, unbind
 from metaleader.learners.outer import Outer
 from metaleader.memory.rows import Draw
 from metaleader.system import machine
+from metaleader.system.machine import memory_bytes
 from metaleader.tasks import Batch
 
 if TYPE_CHECKING:
@@ -168,13 +171,16 @@ def run_sharded_updates(
 ) -> Tensor:
     """Take all updates, each over the shards of all processes; returns losses and gradient norms."""
     lead = learners[0]
-    engine, objective, lrs = lead.engine, lead.definition.objective, outer.lrs(numbers)
+    engine, lrs = lead.engine, outer.lrs(numbers)
     watched: list[Tensor] = []
     for chunk in chunks(numbers):
         batches: dict[Shard, tuple[list[Any], Tensor | None]] = {}
         for shard in draws[0].by_shard:
             *pair, noise = stacked_batches(learners, numbers, [draw.by_shard[shard] for draw in draws], chunk, shard)
             batches[shard] = unbind(pair), noise
+        if outer.form is None:
+            outer.form = _agreed_form(lead, outer, batches)
+        objective = lead.definition.objective.in_form(outer.form)
         for i, lr in enumerate(lrs[chunk]):
 
             def gradient(shard: Shard, i: int = i, batches: Any = batches) -> tuple[Tensor, Tensor] | None:
@@ -182,9 +188,29 @@ def run_sharded_updates(
                     return None
                 pairs, noise = batches[shard]
                 support, query = pairs[i]
-                return engine.gradient(objective, outer.flat, support, query, None if noise is None else noise[i])
+                return engine.gradient(objective, outer.flat, support, query, None if noise is None else noise[i])  # noqa: B023
 
             values, gradients = total(gradient, f"update {numbers[chunk.start + i]}, round {lead.round}")
             outer.step(gradients, values[1], lr)
             watched.append(values)
     return torch.stack(watched)
+
+
+def _agreed_form(lead: Learner, outer: Outer, batches: dict[Shard, tuple[list[Any], Tensor | None]]) -> Form:
+    """The form of the gradient, chosen by the process that has the first batch.
+
+    The memory is that of the device, divided by the number of shards: what is free depends on the number of processes.
+    """
+    chosen: dict[str, Any] | None = None
+    if batches:
+        (pair, *_), noise = batches[min(batches)]
+        memory = memory_bytes(lead.device) // lead.sharding.count
+        try:
+            objective, seeds = lead.definition.objective, None if noise is None else noise[0]
+            chosen = choose_form(objective, outer.flat, *pair, seeds, memory)._asdict()
+        except ValueError as error:
+            chosen = {"error": str(error)}
+    found = next(form for form in lead.sharding.group.exchange(chosen, "the form of the gradient") if form is not None)
+    if "error" in found:
+        raise ValueError(found["error"])
+    return form_of(found)

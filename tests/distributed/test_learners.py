@@ -40,11 +40,10 @@ def digest(value: Any) -> str:
 
 def results_of_all_kinds() -> dict[str, str]:
     """Two seeds side by side and one alone, of every kind: records, parameters and all other state."""
-    found = {}
+    found, streams = {}, [ml.streams.SinusoidStream(tasks=5, train=8, test=4, seed=seed) for seed in (0, 1)]
     for name, kind in KINDS.items():
         weights = ml.recency(3.0) if name == "toe" else None
         learners = [learner(kind, seed, weights=weights) for seed in (0, 1)]
-        streams = [ml.streams.SinusoidStream(tasks=5, train=8, test=4, seed=seed) for seed in (0, 1)]
         records = list(play_together(learners, streams, 4, steps=(2, 1)))
         found[name] = digest([repr(records), *(one.state_dict() for one in learners)])
     found["alone"] = digest([repr(record) for record in ml.play(learner(), streams[0], 4)])
@@ -55,11 +54,11 @@ def results_by_class() -> dict[str, str]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 3))
     made = ml.FTML(module, ml.losses.cross_entropy, support=3, query=3, tasks_per_step=6, meta_steps=2, shards=4)
-    for t in range(4):
+    images = torch.randn(4, 9, 4, generator=torch.Generator().manual_seed(0))
+    for t, x in enumerate(images):
         made.begin(str(t), classes=[t, t + 1, t + 2])
-        x = torch.randn(9, 4, generator=torch.Generator().manual_seed(t))
         made.observe(x, torch.arange(9) % 3)
-    return {"by class": digest([made.state_dict(), made.predict(x)])}
+    return {"by class": digest([made.state_dict(), made.predict(images[0])])}
 
 
 def task_data(name: str, num: int = 5) -> tuple[np.ndarray, np.ndarray]:
