@@ -207,7 +207,7 @@ def _agreed_form(lead: Learner, outer: Outer, batches: dict[Shard, tuple[list[An
         memory = memory_bytes(lead.device) // lead.sharding.count
         try:
             objective, seeds = lead.definition.objective, None if noise is None else noise[0]
-            chosen = choose_form(objective, outer.flat, *pair, seeds, memory)._asdict()
+            chosen = choose_form(objective, outer.flat, pair[0], pair[1], seeds, memory)._asdict()
         except ValueError as error:
             chosen = {"error": str(error)}
     found = next(form for form in lead.sharding.group.exchange(chosen, "the form of the gradient") if form is not None)
