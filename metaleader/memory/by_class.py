@@ -8,7 +8,7 @@ and repeated as in `TaskBuffer`. There are no draws before n classes have been s
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ class ClassBuffer:
         available: the classes of a task belong to its round.
         """
         if task is not None:
-            raise self._no_names(task)
+            self.named(task)
         labels = self._checked_labels(batch.y)
         names = self._checked_ids(ids, labels)
         new: list[int] = []
@@ -174,32 +174,24 @@ class ClassBuffer:
         """The global class of each label of the open task."""
         return torch.tensor(self.ways, device=self.device) if self.ways else None
 
-    def named(self, name: str) -> Batch | None:
-        """Not available: data is stored by class. Always raises ValueError."""
-        raise self._no_names(name)
+    def named(self, name: str, reason: str = "") -> NoReturn:
+        """Not available, as `forget`, `set_aside` and `readmit`: data is stored by class. Always raises ValueError."""
+        raise ValueError(
+            f"task {name!r}: n-way tasks store their data by class, not by task; leave task=None, which is the round"
+            " opened by begin(name, classes=[...])"
+        )
 
-    def of_names(self, names: Sequence[str]) -> tuple[Batch, np.ndarray]:
+    forget = set_aside = readmit = named
+
+    def of_names(self, names: Sequence[str]) -> NoReturn:
         """Not available: data is stored by class. Always raises ValueError."""
-        raise self._no_names(names[0])
+        self.named(names[0])
 
     def sizes(self) -> dict[str, int]:
         """The number of datapoints of the open task; images of earlier tasks are stored by class."""
         return {self._name: len(self._round_rows)} if self._round_rows else {}
 
-    def forget(self, name: str) -> None:
-        """Not available: data is stored by class. Always raises ValueError."""
-        raise self._no_names(name)
-
-    def names_drawn(
-        self,
-        seed: int,
-        steps: Sequence[int],
-        tasks: int,
-        width: int,
-        which: Which,
-        without: Collection[str],
-        shard: Shard | None = None,
-    ) -> list[str | None]:
+    def names_drawn(self, *_: Any, **__: Any) -> list[str | None]:
         """No names: the tasks drawn are of random classes."""
         return []
 
@@ -211,20 +203,6 @@ class ClassBuffer:
         """No task: data is stored by class."""
         return {}
 
-    def set_aside(self, name: str, reason: str) -> None:
-        """Not available: data is stored by class. Always raises ValueError."""
-        raise self._no_names(name)
-
-    def readmit(self, name: str) -> None:
-        """Not available: data is stored by class. Always raises ValueError."""
-        raise self._no_names(name)
-
-    def _no_names(self, name: str) -> ValueError:
-        return ValueError(
-            f"task {name!r}: n-way tasks store their data by class, not by task; leave task=None, which is the round"
-            " opened by begin(name, classes=[...])"
-        )
-
     def latest(self, num: int) -> Batch | None:
         """The first `num` datapoints of D_t; images of earlier tasks have no label in the open task."""
         data = self.current()
@@ -234,14 +212,12 @@ class ClassBuffer:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
         return self.store.take(draw.support, draw.support_y), self.store.take(draw.query, draw.query_y)
 
-    def mark(self) -> tuple[Any, ...]:
-        """This point, for `rollback`."""
-        return self.point()
-
     def point(self) -> tuple[Any, ...]:
         """This point, for `rollback`."""
         round_rows, round_labels = self._round_rows, self._round_labels
         return self.store.length, len(round_rows), (self.ways, self._name, round_rows, round_labels, self._round_start)
+
+    mark = point
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
         """Undo all changes since a point."""
