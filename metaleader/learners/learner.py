@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from metaleader.distributed.shards import Sharding
 from metaleader.engine.engine import Engine, Mode
@@ -166,10 +167,8 @@ class Learner(Configured, ABC):
     def forget(self, name: str) -> None:
         """Delete all data of a task for good; an open round of this name stays open, without data.
 
-        What updates have learned from the data stays in the parameters. Files saved before keep the data.
-
-        Raises:
-            ValueError: for a name without data.
+        What updates have learned from the data stays in the parameters. Files saved before keep the data. A name
+        without data raises a ValueError.
         """
         with self.locks.changing, self.locks.reading, Change([self]):
             self.memory.forget(str(name))
@@ -180,7 +179,6 @@ class Learner(Configured, ABC):
         with self.locks.changing, self.locks.reading, Change([self]):
             self.memory.readmit(str(name))
 
-    @keeps_settings
     def update(self, steps: int | None = None) -> None:
         """Run `meta_steps` updates, or the given number, on the data observed.
 
@@ -195,20 +193,16 @@ class Learner(Configured, ABC):
             update_together([self], steps)
 
     @overload
-    def adapt(
-        self, steps: int | None = None, statistics: Statistics = "task", task: str | None = None
-    ) -> nn.Module: ...
+    def adapt(self, steps: int | None = None, statistics: Statistics = "task", task: str | None = None) -> Module: ...
 
     @overload
-    def adapt(
-        self, steps: Sequence[int], statistics: Statistics = "task", task: str | None = None
-    ) -> list[nn.Module]: ...
+    def adapt(self, steps: Sequence[int], statistics: Statistics = "task", task: str | None = None) -> list[Module]: ...
 
     @keeps_settings
     @torch.no_grad()
     def adapt(
         self, steps: int | Sequence[int] | None = None, statistics: Statistics = "task", task: str | None = None
-    ) -> nn.Module | list[nn.Module]:
+    ) -> Module | list[Module]:
         """A net adapted to all of D_t, for use on one row or many; the learner is not changed.
 
         Before the first data of the task, the net is the initialisation. Threads may call `adapt`, `predict` and
@@ -234,10 +228,7 @@ class Learner(Configured, ABC):
         Args:
             x: inputs, one row per datapoint, as in `observe`.
             task: a name; None is the current task.
-            variance: also return the predictive variance of each output, with `adaptation=BayesianHead()`.
-
-        Returns:
-            The predictions, or with `variance` the pair of predictions and variances.
+            variance: return the pair of predictions and their variances, with `adaptation=BayesianHead()`.
         """
         if variance and type(self).adapt is not Learner.adapt:
             raise ValueError(f"{type(self).__name__} overrides adapt, whose predictions have no known variance")
