@@ -131,6 +131,16 @@ def test_safetensors_and_json_are_exact(tmp_path):
         assert torch.equal(output(http.post("/v2/models/a/infer", content=double, headers=headers)), expected)
 
 
+def test_large_bodies(tmp_path):
+    """Read in a thread."""
+    with client(tmp_path) as (http, service):
+        x, y = batch(1, rows=5000)
+        assert http.post("/tasks/a/observe", json=body(tensor("x", x), tensor("y", y))).status_code == 200
+        assert torch.equal(service.source.learner.memory.named("a").x, x)
+        answer = http.post("/tasks/a/observe", json=body(tensor("x", x), tensor("z", y)))
+        assert (answer.status_code, "tensor 'z'" in answer.json()["error"]) == (400, True)
+
+
 def test_a_key_makes_an_observation_once(tmp_path):
     with client(tmp_path) as (http, service):
         assert observe(http, 1, "a", **{"idempotency-key": "event 1"}) is True
@@ -343,7 +353,8 @@ MALFORMED = {
     "must be x.0, x.1": body({**X, "name": "x.1"}, Y),
     "must be an object with a name": body(3, Y),
     "datatype must be one of": body({**X, "datatype": "BYTES"}, Y),
-    "shape must be a list of integers": body({**X, "shape": [-1, 2]}, Y),
+    "shape must be a list of at most 16 integers": body({**X, "shape": [-1, 2]}, Y),
+    "got [1, 1, 1": body({**X, "shape": [1] * 17, "data": [1.0]}, Y),
     "data must be a list of numbers, got": body({**X, "data": "AAAA"}, Y),
     "data must be numbers of FP32": body({**X, "data": ["1", "2"]}, Y),
     "data must be numbers of INT64": body({**X, "datatype": "INT64", "data": [1.5, 2]}, Y),
@@ -394,6 +405,7 @@ def test_other_requests_that_are_refused(tmp_path):
             (415, http.post("/tasks/a/observe", content=b"x")),
             (415, http.post("/tasks/a/observe", json=datapoints(1), headers={"content-encoding": "gzip"})),
             (400, http.post("/tasks/a%0Ab/observe", json=datapoints(1))),
+            (400, http.post("/tasks/a%FFb/observe", json=datapoints(1))),
             (400, http.post(f"/tasks/{'a' * 501}/observe", json=datapoints(1))),
             (400, http.post("/tasks/a/observe", json=datapoints(1), headers={"idempotency-key": "k" * 501})),
             (400, http.post("/v2/models/a/infer?nam=b", json=inputs(1))),

@@ -39,6 +39,7 @@ from metaleader.live.serve.service import RefusedError, Service
 from metaleader.tasks import Tree
 
 _LONGEST_NAME = 500
+_LARGE = 2**16
 _LISTED, _MOST_LISTED, _SET_ASIDE = 1000, 10_000, 50
 
 
@@ -246,9 +247,14 @@ def _service(request: Request) -> Service:
 
 def _name(request: Request, kind: str) -> str:
     name = request.path_params[kind]
-    if not name.isprintable() or len(name) > _LONGEST_NAME:
+    if not _is_name(name):
         raise ValueError(f"the name of a {kind} has at most {_LONGEST_NAME} printable characters; got {name[:60]!r}")
     return name
+
+
+def _is_name(text: str) -> bool:
+    """Whether a text may be a name; bytes that are not UTF-8 have become U+FFFD."""
+    return 0 < len(text) <= _LONGEST_NAME and text.isprintable() and "\ufffd" not in text
 
 
 def _query(request: Request, name: str) -> str | None:
@@ -257,7 +263,7 @@ def _query(request: Request, name: str) -> str | None:
     if unknown or len(request.query_params.getlist(name)) > 1:
         raise ValueError(f"the query may have one argument, {name!r}; got {request.url.query[:60]!r}")
     value = request.query_params.get(name)
-    if value is not None and not (value.isprintable() and 0 < len(value) <= _LONGEST_NAME):
+    if value is not None and not _is_name(value):
         raise ValueError(f"{name!r} must have 1 to {_LONGEST_NAME} printable characters, got {value[:60]!r}")
     return value
 
@@ -290,7 +296,11 @@ async def _body(request: Request) -> Body:
                     raise too_large
     except TimeoutError as error:
         raise RefusedError(408, f"the body did not arrive within {limits.seconds:g} seconds") from error
-    return read_body(b"".join(chunks), kind)
+    content = b"".join(chunks)
+    if size <= _LARGE:
+        return read_body(content, kind)
+    # In a thread, so that other requests do not wait.
+    return await asyncio.get_running_loop().run_in_executor(None, read_body, content, kind)
 
 
 def _accepted(request: Request) -> str:

@@ -34,6 +34,7 @@ TYPES: dict[str, tuple[Any, torch.dtype]] = {
     "FP64": (np.float64, torch.float64),
 }
 _NAMES = {dtype: name for name, (_, dtype) in TYPES.items()}
+_MOST_DIMS = 16
 _FIELDS = {"id", "inputs", "outputs", "parameters"}
 
 
@@ -117,8 +118,11 @@ def _tensor(item: Any) -> tuple[str, Any]:
     if datatype not in TYPES:
         raise ValueError(f"{where}: datatype must be one of {', '.join(TYPES)}; got {_short(datatype)}")
     sizes: list[Any] = shape if isinstance(shape, list) else [None]
-    if any(not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 2**31 for size in sizes):
-        raise ValueError(f"{where}: shape must be a list of integers from 0 on, got {_short(shape)}")
+    are_sizes = all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**31 for size in sizes)
+    if not are_sizes or len(sizes) > _MOST_DIMS:
+        raise ValueError(
+            f"{where}: shape must be a list of at most {_MOST_DIMS} integers from 0 on, got {_short(shape)}"
+        )
     if not isinstance(data, list):
         raise ValueError(f"{where}: data must be a list of numbers, got {_short(data)}")
     if item.get("parameters"):
