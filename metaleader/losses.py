@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from metaleader.system.tracing import is_traced
+
 # (prediction, target) -> one value per datapoint, or a scalar
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -31,7 +33,7 @@ def cross_entropy(prediction: Tensor, target: Tensor, smoothing: float = 0.0) ->
     if target.is_floating_point() or target.dtype == torch.bool:
         raise ValueError(f"cross_entropy takes integer labels, got {target.dtype}; convert with y.long()")
     log_probabilities = torch.log_softmax(prediction, -1)
-    if torch.compiler.is_compiling():
+    if is_traced():
         # The derivative of a gather is a scatter, which the compiler does not fuse with other operations. A gather
         # raises an error for a label out of range; here the loss is NaN.
         labels, classes = target.long(), log_probabilities.shape[1]

@@ -121,12 +121,28 @@ class CompiledGradient:
 def check_curvature(objective: Objective, params: Params, support: Any, noise: Tensor | None) -> None:
     """Reject a network whose second derivative is wrong for grad over vmap.
 
-    The compiled modes differentiate the inner steps of many tasks: grad over vmap. There torch 2.13 holds the
-    statistics of a norm with a scale constant (batch_norm, layer_norm, instance_norm). The eager mode applies vmap to
-    the second derivative of one task, which is right. This function compares both on two tasks.
+    The compiled inner steps of many tasks are differentiated: grad over vmap. There torch 2.13 holds the statistics of
+    a norm with a scale constant (batch_norm, layer_norm, instance_norm).
+    """
+    error = curvature_error(objective, params, support, noise, by_autograd=False)
+    # Rounding gives 2e-7, the wrong derivative 1e-3 and more.
+    if error > 1e-4:
+        raise ValueError(
+            f"torch's second derivative of the network is wrong by {error:.1g} when tasks are batched, as with"
+            " norms that have a scale (layer_norm, instance_norm, batch_norm as functions)"
+        )
+
+
+def curvature_error(
+    objective: Objective, params: Params, support: Any, noise: Tensor | None, by_autograd: bool
+) -> float:
+    """The relative error of the second derivative of two tasks that are batched before they are differentiated.
+
+    vmap of the second derivative of one task is right. It is compared with `torch.autograd` (`by_autograd`) or
+    `torch.func.grad` over vmap. Without second derivatives, the error is 0. Arguments have a learner dimension.
     """
     if objective.inner.first_order or objective.inner.steps == 0:
-        return
+        return 0.0
     params = {name: value[0].detach() for name, value in without_rates(params).items()}
     moving = split(params, objective.inner.only)[0]
     support = tree_map(lambda leaf: leaf[0, :2], support)
@@ -142,15 +158,33 @@ def check_curvature(objective: Objective, params: Params, support: Any, noise: T
     many = lambda function: vmap(function, in_dims=(None, 0) + (0,) * len(extra))  # noqa: E731
     with plain_attention(), tf32(False):
         right = tree_map(lambda value: value.sum(0), many(grad(slope))(params, support, *extra))
-        found = grad(lambda *inputs: many(slope)(*inputs).sum())(params, support, *extra)
+        if by_autograd:
+            found = _slope_by_autograd(objective, params, moving, support, extra)
+        else:
+            found = grad(lambda *inputs: many(slope)(*inputs).sum())(params, support, *extra)
     size = float(torch.stack([value.norm() for value in right.values()]).max())
     error = float(torch.stack([(found[name] - right[name]).norm() for name in right]).max())
-    # Rounding gives 2e-7, the wrong derivative 1e-3 and more.
-    if error > 1e-4 * size:
-        raise ValueError(
-            f"torch's second derivative of the network is wrong by {error / size:.1g} when tasks are batched, as with"
-            " norms that have a scale (layer_norm, instance_norm, batch_norm as functions)"
-        )
+    return error / size if size > 0 else 0.0
+
+
+def _slope_by_autograd(
+    objective: Objective, params: Params, moving: Params, support: Any, extra: tuple[Tensor, ...]
+) -> Params:
+    """The derivative of `slope` in `curvature_error`, summed over tasks, as `gradient.unrolled` would take it."""
+    num_tasks = tree_leaves(support)[0].shape[0]
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        theta = {name: leaves[name].expand(num_tasks, *leaves[name].shape) for name in moving}
+        fixed = {name: value for name, value in leaves.items() if name not in moving}
+        one_task = lambda m, b, *n: objective.network.loss_fn({**fixed, **m}, b, *n)  # noqa: E731
+        losses = vmap(one_task)(theta, support, *extra)
+        gradient = torch.autograd.grad(losses.sum(), list(theta.values()), create_graph=True, materialize_grads=True)
+        slopes = [(v.flatten(1) * torch.cos(_count(v[0]))).mean(1).sum() for v in gradient]
+        total = torch.stack(slopes).sum()
+        if not total.requires_grad:
+            return {name: torch.zeros_like(value) for name, value in params.items()}
+        found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 def _count(tensor: Tensor) -> Tensor:
@@ -164,6 +198,12 @@ def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
     last bits. The `deterministic` option of each function prevents that. The global setting would hold for the first
     function only, since torch resets it after every tracing.
     """
+    use_project_cache()
+    return torch.compile(function, dynamic=False, fullgraph=True, options={"deterministic": True})
+
+
+def use_project_cache() -> None:
+    """Store compiled code in the project's cache folder, unless the user has chosen another one."""
     # If the variable is unset, torch sets it to a temporary folder, sometimes before this line runs.
     with contextlib.suppress(OSError, KeyError, ImportError):
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -173,7 +213,6 @@ def compile_whole(function: Callable[..., Any]) -> Callable[..., Any]:
             folder = cache_folder() / "compiled"
             folder.mkdir(parents=True, exist_ok=True)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    return torch.compile(function, dynamic=False, fullgraph=True, options={"deterministic": True})
 
 
 @contextlib.contextmanager

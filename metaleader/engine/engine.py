@@ -25,6 +25,7 @@ from metaleader.engine.determinism import repeatable
 from metaleader.engine.hook import HookError, HookGradient, OwnGradient, StateReadError
 from metaleader.engine.objective import Adaptation, GradientSteps, Objective, learned_rates, over_learners
 from metaleader.engine.programs import Chains, Gradient, OuterStep, Updates, compiled_gradient
+from metaleader.engine.whole import WholeProgram, is_small
 from metaleader.gradient.meta import descend
 from metaleader.gradient.selection import Params
 from metaleader.gradient.unrolled import TooLargeError
@@ -91,12 +92,14 @@ class Engine:
         return self._run(what, inputs, lambda: self._gradient_program(objective, *inputs), eager=_is_eager(objective))
 
     def runs_updates_together(self, objective: Objective) -> bool:
-        """Whether `updates` applies: without inner steps, an update is so short that its calls dominate.
+        """Whether `updates` applies: the calls of an update take longer than its operations.
 
-        Dropout masks are drawn update by update.
+        This holds without inner steps, and on a GPU for gradients that are compiled as a whole. Dropout masks are drawn
+        update by update.
         """
-        plain = objective.inner.steps == 0 and objective.task_gradient is None
-        return self.mode != "eager" and plain and not objective.network.has_dropout
+        if self.mode == "eager" or objective.task_gradient is not None or objective.network.has_dropout:
+            return False
+        return objective.inner.steps == 0 or (self.mode == "captured" and is_small(objective))
 
     @torch.no_grad()
     def updates(
@@ -221,6 +224,9 @@ class Engine:
         program: Gradient | None = None
         if noise is None:
             program = self._chains.gradient(objective, flat, batch, compiled)
+        if program is None and compiled and is_small(objective):
+            whole = functools.partial(_flat_gradient, objective, eager_gradient(objective))
+            return WholeProgram(whole, (flat, support, query, noise))
         if program is None and compiled:
             program = compiled_gradient(objective, flat, support, noise)
         return functools.partial(_flat_gradient, objective, program or eager_gradient(objective))

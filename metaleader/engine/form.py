@@ -6,6 +6,7 @@ state.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from metaleader.engine.compiled import curvature_error
 from metaleader.engine.determinism import repeatable
 from metaleader.engine.objective import Form, Objective, without_rates
 from metaleader.gradient.attention import plain_attention
@@ -21,8 +23,11 @@ from metaleader.gradient.selection import split
 from metaleader.gradient.unrolled import HeldBytes, unrolled_sums
 from metaleader.system.machine import memory_bytes
 
+_log = logging.getLogger("metaleader")
 # On the CPU, a task's share of a chunk is at most this many bytes: larger blocks are returned to the system every time.
 _CPU_BYTES = 2**28
+# Rounding gives 1e-6 and less
+_MAX_ERROR = 1e-4
 # More operations than any program that is compiled as a whole
 _MANY = 10**9
 
@@ -61,6 +66,8 @@ def choose_form(
     held = HeldBytes()
     with repeatable(flat.device), plain_attention(), _Operations() as counter, held:
         unrolled_sums(objective.network.loss_fn, moving, fixed, step, one_task[0], one_task[1], seeds)
+    with repeatable(flat.device):
+        error = curvature_error(objective, objective.layout.named(flat), support, noise, by_autograd=True)
     size = sum(value.numel() * value.element_size() for value in params.values())
     unrolled = (inner.steps + 1) * held.total + 3 * size
     stride = max(1, math.isqrt(inner.steps) // 2)
@@ -76,6 +83,9 @@ def choose_form(
             largest = min(largest, _CPU_BYTES // max(1, held.total))
         parts = -(-num_tasks // min(num_tasks, max(1, largest)))  # of about the same size
         chunk = None if parts == 1 else -(-num_tasks // parts)
+    if unroll and error > _MAX_ERROR:
+        _log.warning("torch.autograd over vmap is wrong by %.1g for the network; using the adjoint form", error)
+        unroll = False
     parts = -(-num_tasks // (chunk or num_tasks))
     return Form(unroll, chunk, counter.total * max(1, inner.steps) * parts)
 

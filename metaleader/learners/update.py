@@ -189,7 +189,6 @@ def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draw
     """Take all updates; returns losses and gradient norms, (updates, 2, learners)."""
     lead = learners[0]
     engine, objective = lead.engine, lead.definition.objective
-    together = outer.elementwise and engine.runs_updates_together(objective)
     lrs = outer.lrs(numbers)
     watched: list[Tensor] = []
     for chunk in chunks(numbers):
@@ -198,7 +197,7 @@ def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draw
             first = tree_map(lambda leaf: leaf[0], batches)
             outer.form = choose_form(objective, outer.flat, first[0], first[1], None if noise is None else noise[0])
         objective = lead.definition.objective.in_form(outer.form)
-        if together:
+        if outer.elementwise and engine.runs_updates_together(objective):
             tensors, values = engine.updates(
                 objective, outer.make, outer.tensors, outer.lr_tensor(lrs[chunk]), *batches
             )

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metaleader.gradient.meta import in_transform
+from metaleader.system.tracing import is_traced
+
 
 class BatchNorm(nn.Module):
     """Batch norm by the statistics of the current batch, with the parameters and buffers of the layer it replaces.
@@ -65,10 +68,10 @@ class BatchNorm(nn.Module):
 
 
 class Conv2d(nn.Module):
-    """A convolution that compiles well with a separate weight per task: strided slices and one matrix product.
+    """A convolution that is fast with a separate weight per task, as one matrix product.
 
-    torch's native kernels would run a grouped convolution, which is three times slower on a GPU. In eager mode the
-    native kernels are faster and are used.
+    torch's native kernels would run a grouped convolution, which is three times slower on a GPU. The native kernels are
+    used for one weight, and for operations on the CPU that are not compiled, where they are faster.
     """
 
     weight: Tensor
@@ -90,21 +93,30 @@ class Conv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve (N, C, H, W)."""
-        if not torch.compiler.is_compiling():
+        if not is_traced() and not _is_batched_on_gpu(x):
             return F.conv2d(x, self.weight, self.bias, self.stride, self.padding)
         (down, across), (pad_y, pad_x) = self.stride, self.padding
         num, channels = x.shape[:2]
         filters, _, high, wide = self.weight.shape
         x = F.pad(x, (pad_x, pad_x, pad_y, pad_y))
         height, width = (x.shape[2] - high) // down + 1, (x.shape[3] - wide) // across + 1
-        taps = [
-            x[:, :, i : i + down * (height - 1) + 1 : down, j : j + across * (width - 1) + 1 : across]
-            for i in range(high)
-            for j in range(wide)
-        ]
-        columns = torch.stack(taps, 2).permute(1, 2, 0, 3, 4).reshape(channels * high * wide, num * height * width)
+        if is_traced():  # slices, which the compiler fuses
+            taps = [
+                x[:, :, i : i + down * (height - 1) + 1 : down, j : j + across * (width - 1) + 1 : across]
+                for i in range(high)
+                for j in range(wide)
+            ]
+            columns = torch.stack(taps, 2).permute(1, 2, 0, 3, 4)
+        else:
+            columns = x.unfold(2, high, down).unfold(3, wide, across).permute(1, 4, 5, 0, 2, 3)
+        columns = columns.reshape(channels * high * wide, num * height * width)
         out = (self.weight.reshape(filters, -1) @ columns).view(filters, num, height, width).transpose(0, 1)
         return out if self.bias is None else out + self.bias.view(1, -1, 1, 1)
+
+
+def _is_batched_on_gpu(x: Tensor) -> bool:
+    """Whether vmap batches the operations on a GPU."""
+    return x.is_cuda and in_transform()
 
 
 class Linear(nn.Linear):
@@ -123,7 +135,7 @@ class Linear(nn.Linear):
     def fuses(self, input: Tensor) -> bool:
         """Whether an input is mapped by a sum of products instead of a matrix product."""
         # Test the size last: a program compiled for the CPU must not be specialised on it.
-        if not (torch.compiler.is_compiling() and input.is_cuda):
+        if not (is_traced() and input.is_cuda):
             return False
         return input.ndim == 2 and input.shape[0] * self.weight.numel() <= 2**16
 

@@ -27,6 +27,7 @@ import metaleader as ml
 from metaleader.checks.trees import differences
 from metaleader.engine import compiled as compiled_module
 from metaleader.engine import engine as engine_module
+from metaleader.engine import whole as whole_module
 from metaleader.engine.engine import Engine, Mode
 from metaleader.engine.objective import Objective
 from metaleader.gradient.meta import Inner
@@ -46,9 +47,23 @@ pytestmark = [
 
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile without generating code."""
+    """Compile in pieces, without generating code."""
     compiler = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(compiled_module, "compile_whole", compiler)
+    monkeypatch.setattr(whole_module, "MAX_OPERATIONS", 0)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Record whole programs without generating code; returns their graphs."""
+    graphs: list[Any] = []
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(whole_module, "compile_graph", compile_graph)
+    return graphs
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +155,67 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_compiled_equals_eager(options: dict[str, Any], quick_compiler: None) -> None:
     assert_same(updated("compiled", **options), updated("eager", **options), 1e-10)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_recorded_as_a_whole_equals_eager(options: dict[str, Any], seeds: int, traced: list[Any]) -> None:
+    if "chunk" in options:
+        options = options | {"chunk": 2}
+    found = updated("compiled", seeds, **options)
+    assert len(traced) == 1
+    assert_same(found, updated("eager", seeds, together=False, **options), 1e-10)
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "convolution": own_conv,
+    "layer norm": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(128, 6), nn.LayerNorm(6), nn.Linear(6, CLASSES)
+    ).double(),
+    "buffer": lambda: nn.Sequential(nn.Flatten(), Scaled(128), nn.Linear(128, CLASSES)).double(),
+}
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer and by a tensor that is not one."""
+
+    factor: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("factor", oracles.normal("factor", size))
+        self.other = oracles.normal("other", size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor + self.other
+
+
+@pytest.mark.parametrize("model", NETWORKS.values(), ids=NETWORKS.keys())
+def test_networks_recorded_as_a_whole(model: Callable[[], nn.Module], traced: list[Any]) -> None:
+    assert_same(updated("compiled", model=model), updated("eager", model=model), 1e-10)
+    assert len(traced) == 1
+
+
+def test_one_recording_for_any_number_of_updates(traced: list[Any]) -> None:
+    engine = Engine("compiled")
+    one = learner(engine, mlp)
+    for number in (1, 3, 10, 13):
+        one.update(number)
+    assert len(traced) == 1
+
+
+def test_large_programs_are_compiled_in_pieces(
+    traced: list[Any], quick_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_module, "MAX_OPERATIONS", 100)
+    assert_same(updated("compiled", model=mlp), updated("eager", model=mlp), 1e-10)
+    assert not traced
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("model", NETWORKS.values(), ids=NETWORKS.keys())
+def test_inductor_whole(model: Callable[[], nn.Module], inductor: None) -> None:
+    assert_same(updated("compiled", model=model), updated("eager", model=model), 1e-10)
 
 
 def test_inductor_side_by_side_equals_eager_alone(inductor: None) -> None:
