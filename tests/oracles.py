@@ -1,13 +1,17 @@
 """Slow, obvious counterparts of the kernel, written without it: plain autograd, one task at a time."""
 
+import contextlib
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -18,6 +22,7 @@ from metaleader.gradient.meta import meta_gradient
 from metaleader.nets.layers import SeededDropout
 from metaleader.tasks import rng
 
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 Rates = float | Mapping[str, float]
 
 
@@ -70,13 +75,26 @@ def unrolled(
 
 
 def module_loss(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """A scalar loss of (params, batch[, noise]) from torch's own layers, dropout replaying a learner's masks."""
+    """A scalar loss of (params, batch[, noise]) from torch's own layers, dropout replaying a learner's masks.
+
+    The masks inside of attention are applied in place of torch's, whose functions are replaced during the call.
+    """
     module = copy.deepcopy(module).train()
     masks: list[SeededDropout] = []
+    attending: list[SeededDropout] = []
     for part in module.modules():
-        if isinstance(part, nn.Dropout | nn.Dropout2d):
-            masks.append(SeededDropout(part.p, isinstance(part, nn.Dropout2d)))
+        if isinstance(part, _DROPOUT):
+            masks.append(SeededDropout(part.p, not isinstance(part, nn.Dropout)))
             part.forward = lambda input, mask=masks[-1]: input * mask(torch.ones_like(input))
+        elif isinstance(part, nn.MultiheadAttention) and part.dropout > 0:
+            masks.append(SeededDropout(part.dropout, False))
+            part.register_forward_pre_hook(lambda *_, mask=masks[-1]: attending.append(mask))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, is_causal: bool) -> Tensor:
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        if is_causal:
+            mask = torch.zeros(scores.shape[-2:]).masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -math.inf)
+        return attending[-1](torch.softmax(scores if mask is None else scores + mask, -1)) @ v
 
     def loss_fn(params: Mapping[str, Tensor], batch: Any, noise: Tensor | None = None) -> Tensor:
         for i, mask in enumerate(masks):
@@ -84,7 +102,11 @@ def module_loss(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> 
             mask.num_calls = 0
             if noise is not None:
                 mask.seed = noise + i
-        return loss(functional_call(module, dict(params), (batch[0],)), batch[1])
+        with contextlib.ExitStack() as stack:
+            if any(isinstance(part, nn.MultiheadAttention) and part.dropout > 0 for part in module.modules()):
+                stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+                stack.enter_context(mock.patch.object(F, "dropout", lambda x, p: attending[-1](x)))
+            return loss(functional_call(module, dict(params), (batch[0],)), batch[1])
 
     return loss_fn
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from metaleader.nets import attention, norms
+from metaleader.nets import attention, composed, norms
 
 
 def _instance_norm(
@@ -49,6 +50,12 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.instance_norm: _instance_norm,
     F.batch_norm: norms.batch_norm,
     torch.batch_norm: _batch_norm,
+    F.hardsigmoid: composed.hardsigmoid,
+    F.bilinear: composed.bilinear,
+    F.embedding_bag: composed.embedding_bag,
+    F.max_unpool1d: functools.partial(composed.max_unpool, num_dims=1),
+    F.max_unpool2d: functools.partial(composed.max_unpool, num_dims=2),
+    F.max_unpool3d: functools.partial(composed.max_unpool, num_dims=3),
     F.scaled_dot_product_attention: attention.scaled_dot_product_attention,
     F.multi_head_attention_forward: attention.multi_head_attention_forward,
 }

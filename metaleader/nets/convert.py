@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.gradient.selection import Params
 from metaleader.models import TaskLogits
-from metaleader.nets import attention, norms, recurrent
+from metaleader.nets import attention, composed, norms, recurrent
 from metaleader.nets.layers import BatchNorm, Conv2d, Linear, SeededDropout
 from metaleader.tasks import Batch, Tree, as_array
 
@@ -38,6 +38,21 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.RNNCell: recurrent.RNNCell,
     nn.GRUCell: recurrent.GRUCell,
     nn.LSTMCell: recurrent.LSTMCell,
+    nn.Hardsigmoid: composed.Hardsigmoid,
+    nn.Bilinear: composed.Bilinear,
+    nn.EmbeddingBag: composed.EmbeddingBag,
+    nn.MaxUnpool1d: composed.MaxUnpool1d,
+    nn.MaxUnpool2d: composed.MaxUnpool2d,
+    nn.MaxUnpool3d: composed.MaxUnpool3d,
+}
+_REFUSED: dict[type[nn.Module] | tuple[type[nn.Module], ...], str] = {
+    (nn.AlphaDropout, nn.FeatureAlphaDropout): "draws masks that cannot be replayed; use nn.Dropout",
+    nn.RReLU: "draws slopes that cannot be replayed; use nn.LeakyReLU",
+    (
+        nn.FractionalMaxPool2d,
+        nn.FractionalMaxPool3d,
+    ): "draws regions that cannot be replayed; use nn.MaxPool2d or nn.MaxPool3d",
+    nn.CrossMapLRN2d: "cannot be differentiated by torch.func; use nn.LocalResponseNorm",
 }
 _ORIGINALS = {replacement: original for original, replacement in _CLASSES.items()} | {Linear: nn.Linear}
 
@@ -54,15 +69,9 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
     if not isinstance(module, nn.Module):
         raise ValueError(f"the model must be an nn.Module, or a function that builds one; got {type(module).__name__}")
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
-            raise ValueError(f"layer {name!r} is lazy and has no shape yet; call the model on one batch first")
-        if isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout):
-            raise ValueError(f"layer {name!r} is {type(layer).__name__}, which cannot be replayed; use nn.Dropout")
-        if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
-            raise ValueError(f"layer {name!r} keeps running statistics; build it with track_running_stats=False")
-        if isinstance(layer, nn.MultiheadAttention | nn.RNNBase) and layer.dropout > 0 and type(layer) not in _CLASSES:
-            base = next(base for base in type(layer).__mro__ if base in _CLASSES)
-            raise ValueError(f"layer {name!r} is a subclass of {base.__name__} with dropout; set its dropout=0")
+        reason = _refusal(layer)
+        if reason is not None:
+            raise ValueError(f"layer {name!r} ({type(layer).__name__}) {reason}")
     if not any(True for _ in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameters to learn")
     module = copy.deepcopy(module).train()
@@ -72,6 +81,8 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
     for name, layer in list(module.named_modules()):
         if type(layer) in _CLASSES:
             _replace_class(layer)
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            layer.sparse = False  # sparse gradients cannot be batched
         if layer._forward_hooks or layer._forward_pre_hooks:
             continue
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and type(layer) in _BATCH_NORMS:
@@ -96,6 +107,25 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
             stacklevel=4,
         )
     return replaced.get(module, module).to(device)
+
+
+def _refusal(layer: nn.Module) -> str | None:
+    """The reason why a layer is not a function of its parameters that can be differentiated twice, if it is not one."""
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
+        return "is lazy and has no shape yet; call the model on one batch first"
+    for kind, reason in _REFUSED.items():
+        if isinstance(layer, kind):
+            return reason
+    if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+        return "keeps running statistics; build it with track_running_stats=False"
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+        return "changes its weights in its forward; build it with max_norm=None"
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.scale_grad_by_freq:
+        return "scales its gradient, which then has no derivative; build it with scale_grad_by_freq=False"
+    if isinstance(layer, nn.MultiheadAttention | nn.RNNBase) and layer.dropout > 0 and type(layer) not in _CLASSES:
+        base = next(base for base in type(layer).__mro__ if base in _CLASSES)
+        return f"is a subclass of {base.__name__} that draws its own dropout masks; build it with dropout=0"
+    return None
 
 
 def _replace_class(layer: nn.Module) -> None:

@@ -1,7 +1,5 @@
 """Attention against torch's own, with the same dropout masks."""
 
-import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch.nn import functional as F
 from metaleader import losses
 from metaleader.gradient.meta import adapt, meta_gradient
 from metaleader.nets.functional import Network
-from metaleader.nets.layers import SeededDropout
 from metaleader.tasks import Batch
 
 TOKENS, WIDTH = 3, 4
@@ -152,40 +149,6 @@ def test_the_value_and_the_meta_gradient_are_those_of_torch(make: Callable[[], n
     assert_close(meta_gradient(network.loss_fn, network.params(), support, query, 0.3, 2), expected)
 
 
-def replaying_loss(module: nn.Module) -> Callable[..., Tensor]:
-    """A loss from torch's own layers whose dropout replays the masks of a learner, also inside of attention."""
-    layers = [
-        (part, SeededDropout(part.p if isinstance(part, nn.Dropout) else part.dropout, False))
-        for part in copy.deepcopy(module).modules()
-        if isinstance(part, nn.Dropout) or (isinstance(part, nn.MultiheadAttention) and part.dropout > 0)
-    ]
-    module = copy.deepcopy(module).train()
-    parts = [part for part in module.modules() if isinstance(part, nn.Dropout | nn.MultiheadAttention)]
-    masks = [mask for _, mask in layers]
-    attending: list[SeededDropout] = []
-
-    def weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, is_causal: bool) -> Tensor:
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-        mask = torch.zeros(scores.shape[-2:]).masked_fill(CAUSAL, -math.inf) if is_causal else mask
-        return attending[0](torch.softmax(scores if mask is None else scores + mask, -1)) @ v
-
-    for part, mask in zip(parts, masks, strict=True):
-        if isinstance(part, nn.Dropout):
-            part.forward = mask.forward  # pyright: ignore[reportAttributeAccessIssue]
-        else:
-            part.register_forward_pre_hook(lambda *_, mask=mask: attending.__setitem__(slice(None), [mask]))
-
-    def loss_fn(params: dict[str, Tensor], batch: Batch, noise: Tensor) -> Tensor:
-        for i, mask in enumerate(masks):
-            mask.num_calls, mask.seed = 0, noise + i
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(F, "scaled_dot_product_attention", weighted)
-            patch.setattr(F, "dropout", lambda x, p: attending[0](x))
-            return F.cross_entropy(torch.func.functional_call(module, params, (batch.x,)), batch.y)
-
-    return loss_fn
-
-
 @pytest.mark.parametrize("make", DROPOUT.values(), ids=DROPOUT.keys())
 def test_dropout_masks_of_attention_are_replayed(make: Callable[[], nn.Module]):
     module = build(make)
@@ -193,7 +156,9 @@ def test_dropout_masks_of_attention_are_replayed(make: Callable[[], nn.Module]):
     assert network.has_dropout
     support, query = data()
     noise = torch.arange(100, 106).view(3, 2)
-    expected = oracles.unrolled(replaying_loss(module), network.params(), support, query, 0.3, 2, noise=noise)[:2]
+    expected = oracles.unrolled(
+        oracles.module_loss(module, F.cross_entropy), network.params(), support, query, 0.3, 2, noise=noise
+    )[:2]
     assert_close(meta_gradient(network.loss_fn, network.params(), support, query, 0.3, 2, noise=noise), expected)
     without = meta_gradient(network.loss_fn, network.params(), support, query, 0.3, 2)
     assert not torch.allclose(without[0], expected[0], 1e-3)
@@ -250,7 +215,9 @@ def test_a_subclass_with_dropout_is_refused(base: Any):
     class Own(base):
         pass
 
-    with pytest.raises(ValueError, match=f"layer '0' is a subclass of {base.__name__} with dropout; set its dropout=0"):
+    with pytest.raises(
+        ValueError, match=rf"layer '0' \(Own\) is a subclass of {base.__name__} that draws .*; build it with dropout=0"
+    ):
         Network(
             nn.Sequential(Own(4, 2, dropout=0.1, **({"num_layers": 2} if base is nn.GRU else {}))), losses.cross_entropy
         )

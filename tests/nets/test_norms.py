@@ -142,7 +142,10 @@ def test_inputs_that_do_not_fit_are_refused(norm: nn.Module, message: str):
 
 
 def test_running_statistics_of_an_instance_norm_are_refused():
-    with pytest.raises(ValueError, match="layer '3' keeps running statistics; build it with track_running_stats=False"):
+    with pytest.raises(
+        ValueError,
+        match=r"layer '3' \(InstanceNorm2d\) keeps running statistics; build it with track_running_stats=False",
+    ):
         Network(model(nn.InstanceNorm2d(4, track_running_stats=True)), losses.cross_entropy)
 
 

@@ -1,0 +1,130 @@
+"""Layers as elementary operations whose own kernels have no second derivative, or none that is batched over tasks.
+
+The functions take the arguments of `torch.nn.functional`, and the layers take the place of torch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_Size = int | Sequence[int]
+
+
+def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """`torch.nn.functional.hardsigmoid`, which has no second derivative."""
+    return F.relu6(input + 3) / 6
+
+
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.bilinear`."""
+    out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return out if bias is None else out + bias
+
+
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """`torch.nn.functional.embedding_bag` of bags of one size, (bags, indices)."""
+    if offsets is not None or input.ndim != 2 or max_norm is not None or scale_grad_by_freq:
+        raise ValueError(
+            "embedding_bag takes indices of shape (rows, indices per row) here, without offsets, max_norm or"
+            f" scale_grad_by_freq; got {tuple(input.shape)}"
+        )
+    rows = F.embedding(input, weight)
+    rows = rows if per_sample_weights is None else rows * per_sample_weights[..., None]
+    counts: Tensor | int = input.shape[1]
+    if padding_idx is not None:
+        kept = (input != padding_idx % weight.shape[0])[..., None]
+        counts = kept.sum(1).clamp(min=1)
+        empty = -math.inf if mode == "max" else 0.0
+        rows = torch.where(kept, rows, empty)
+    if mode == "max":
+        largest = rows.max(1).values
+        return torch.where(largest == -math.inf, 0.0, largest)
+    return rows.sum(1) / counts if mode == "mean" else rows.sum(1)
+
+
+def max_unpool(
+    input: Tensor,
+    indices: Tensor,
+    kernel_size: _Size,
+    stride: _Size | None = None,
+    padding: _Size = 0,
+    output_size: Sequence[int] | None = None,
+    num_dims: int = 2,
+) -> Tensor:
+    """`torch.nn.functional.max_unpool1d` and others, by the number of dimensions."""
+    each = [value if isinstance(value, Sequence) else [value] * num_dims for value in (kernel_size, padding)]
+    strides = each[0] if stride is None else stride if isinstance(stride, Sequence) else [stride] * num_dims
+    default = [
+        (size - 1) * step - 2 * pad + kernel
+        for size, step, kernel, pad in zip(input.shape[-num_dims:], strides, *each, strict=True)
+    ]
+    shape = default if output_size is None else list(output_size)[-num_dims:]
+    zeros = input.new_zeros(*input.shape[:-num_dims], math.prod(shape))
+    flat = zeros.scatter(-1, indices.flatten(-num_dims), input.flatten(-num_dims))
+    return flat.unflatten(-1, shape)
+
+
+class Hardsigmoid(nn.Hardsigmoid):
+    """`nn.Hardsigmoid` by `hardsigmoid`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map each number to [0, 1]."""
+        return hardsigmoid(input)
+
+
+class Bilinear(nn.Bilinear):
+    """`nn.Bilinear` by `bilinear`."""
+
+    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        """Map pairs of rows."""
+        return bilinear(input1, input2, self.weight, self.bias)
+
+
+class EmbeddingBag(nn.EmbeddingBag):
+    """`nn.EmbeddingBag` by `embedding_bag`."""
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """The sum, mean or maximum of each row's embeddings."""
+        options = {"mode": self.mode, "per_sample_weights": per_sample_weights, "padding_idx": self.padding_idx}
+        return embedding_bag(input, self.weight, offsets, **options)
+
+
+class MaxUnpool1d(nn.MaxUnpool1d):
+    """`nn.MaxUnpool1d` by `max_unpool`."""
+
+    def forward(self, input: Tensor, indices: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Put each maximum in its place among zeros."""
+        return max_unpool(input, indices, self.kernel_size, self.stride, self.padding, output_size, 1)
+
+
+class MaxUnpool2d(nn.MaxUnpool2d):
+    """`nn.MaxUnpool2d` by `max_unpool`."""
+
+    def forward(self, input: Tensor, indices: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Put each maximum in its place among zeros."""
+        return max_unpool(input, indices, self.kernel_size, self.stride, self.padding, output_size, 2)
+
+
+class MaxUnpool3d(nn.MaxUnpool3d):
+    """`nn.MaxUnpool3d` by `max_unpool`."""
+
+    def forward(self, input: Tensor, indices: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Put each maximum in its place among zeros."""
+        return max_unpool(input, indices, self.kernel_size, self.stride, self.padding, output_size, 3)
