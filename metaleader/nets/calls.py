@@ -52,6 +52,7 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.batch_norm: _batch_norm,
     F.hardsigmoid: composed.hardsigmoid,
     F.bilinear: composed.bilinear,
+    F.embedding: composed.embedding,
     F.embedding_bag: composed.embedding_bag,
     F.max_unpool1d: functools.partial(composed.max_unpool, num_dims=1),
     F.max_unpool2d: functools.partial(composed.max_unpool, num_dims=2),

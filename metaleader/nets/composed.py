@@ -20,6 +20,24 @@ def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     return F.relu6(input + 3) / 6
 
 
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.embedding`, whose derivative for several tasks can ignore `padding_idx` in torch 2.13."""
+    if max_norm is not None or scale_grad_by_freq:
+        raise ValueError("embedding takes no max_norm and no scale_grad_by_freq here")
+    rows = F.embedding(input, weight)
+    if padding_idx is None:
+        return rows
+    return torch.where((input == padding_idx % weight.shape[0])[..., None], rows.detach(), rows)
+
+
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.bilinear`."""
     out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
@@ -87,6 +105,14 @@ class Hardsigmoid(nn.Hardsigmoid):
     def forward(self, input: Tensor) -> Tensor:
         """Map each number to [0, 1]."""
         return hardsigmoid(input)
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` by `embedding`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rows of the weights with these numbers."""
+        return embedding(input, self.weight, self.padding_idx)
 
 
 class Bilinear(nn.Bilinear):

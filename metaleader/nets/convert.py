@@ -40,6 +40,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTMCell: recurrent.LSTMCell,
     nn.Hardsigmoid: composed.Hardsigmoid,
     nn.Bilinear: composed.Bilinear,
+    nn.Embedding: composed.Embedding,
     nn.EmbeddingBag: composed.EmbeddingBag,
     nn.MaxUnpool1d: composed.MaxUnpool1d,
     nn.MaxUnpool2d: composed.MaxUnpool2d,
