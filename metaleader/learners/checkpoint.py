@@ -46,8 +46,11 @@ def load_state(learner: Learner, state: Mapping[str, Any]) -> None:
         memory = _memory_of_state(learner, mapping(state, "buffer"))
         skipped = integer(state, "skipped", low=0) if "skipped" in state else 0
         t, task = integer(state, "round", low=-1), text_or_none(state, "task")
+        frozen = mapping(state, "frozen") if "frozen" in state else {}
+        learner.network.check_frozen(frozen)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a learner's state_dict: {error!r}") from error
+    learner.network.set_frozen(frozen)
     # One call: an interrupt comes before or after it.
     vars(learner).update(memory=memory, state=restored, round=t, task=task, skipped=skipped)
 

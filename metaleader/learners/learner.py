@@ -250,7 +250,7 @@ class Learner(Configured, ABC):
 
     @property
     def params(self) -> Params:
-        """w_t, by name."""
+        """w_t, by name: the parameters that are learned, without those with requires_grad=False."""
         named = self.layout.named(self.state.flat)
         return {name: named[name] for name, _ in self.network.module.named_parameters()}
 
@@ -316,6 +316,7 @@ class Learner(Configured, ABC):
         with self.locks.changing:
             tree = state_tree(self.state, self.layout, self.rule.elementwise)
             tree |= {"skipped": self.skipped} if self.skipped else {}
+            tree |= {"frozen": self.network.frozen_params()} if self.network.frozen else {}
             return {"round": self.round, "task": self.task} | tree | {"buffer": self.memory.state_dict(data)}
 
     @keeps_settings

@@ -208,4 +208,4 @@ def initial_module(model: Model, seed: int, t: int, fresh: bool = False) -> nn.M
 def initial_params(model: Model, seed: int, t: int, device: torch.device) -> Params:
     """The parameters of a learner that starts anew in round t."""
     module = initial_module(model, seed, t, fresh=True)
-    return {name: value.detach().to(device) for name, value in module.named_parameters()}
+    return {name: value.detach().to(device) for name, value in module.named_parameters() if value.requires_grad}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,8 +73,9 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
         reason = _refusal(layer)
         if reason is not None:
             raise ValueError(f"layer {name!r} ({type(layer).__name__}) {reason}")
-    if not any(True for _ in module.parameters()):
-        raise ValueError(f"{type(module).__name__} has no parameters to learn")
+    if not any(value.requires_grad for value in module.parameters()):
+        only = ": all have requires_grad=False" if any(True for _ in module.parameters()) else ""
+        raise ValueError(f"{type(module).__name__} has no parameters to learn{only}")
     module = copy.deepcopy(module).train()
     module.requires_grad_(False)
     tracked = []
@@ -108,6 +109,42 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
             stacklevel=4,
         )
     return replaced.get(module, module).to(device)
+
+
+def frozen_names(module: nn.Module) -> list[str]:
+    """All names of the parameters with requires_grad=False."""
+    return [name for name, value in module.named_parameters(remove_duplicate=False) if not value.requires_grad]
+
+
+def freeze(module: nn.Module, names: Sequence[str]) -> None:
+    """Make these parameters buffers under the same names, so that they are constants of the functional module."""
+    buffers: dict[Tensor, Tensor] = {}
+    for layer, name in _places(module, names):
+        value = layer._parameters.pop(name)
+        assert value is not None
+        layer.register_buffer(name, buffers.setdefault(value, value.detach()))
+
+
+def _unfreeze(module: nn.Module, names: Sequence[str]) -> None:
+    """The inverse of `freeze`."""
+    params: dict[Tensor, nn.Parameter] = {}
+    for layer, name in _places(module, names):
+        value = layer._buffers.pop(name)
+        assert value is not None
+        if value not in params:
+            params[value] = nn.Parameter(value, requires_grad=False)
+        setattr(layer, name, params[value])
+
+
+def _places(module: nn.Module, names: Sequence[str]) -> Iterator[tuple[nn.Module, str]]:
+    """The layers that hold these parameters, each once, with the last part of the name."""
+    seen: set[tuple[nn.Module, str]] = set()
+    for name in names:
+        path, _, last = name.rpartition(".")
+        place = (module.get_submodule(path), last)
+        if place not in seen:
+            seen.add(place)
+            yield place
 
 
 def _refusal(layer: nn.Module) -> str | None:
@@ -152,6 +189,7 @@ def adapted_copy(
     statistics: str,
     example: Batch | None,
     classes: Tensor | None,
+    frozen: Sequence[str] = (),
 ) -> nn.Module:
     """Copy a functional module with these parameters, ready for use: dropout off, inputs preprocessed, one row or many.
 
@@ -163,6 +201,7 @@ def adapted_copy(
         statistics: "task", or "batch" for the statistics of the rows that the net is called on, as in the paper.
         example: datapoints of an earlier task, which show the shape of a row while there is no `data`.
         classes: of the task, for `TaskLogits`.
+        frozen: the names given to `freeze`.
     """
     if statistics not in ("task", "batch"):
         raise ValueError(f"statistics must be 'task' or 'batch', got {statistics!r}")
@@ -174,6 +213,7 @@ def adapted_copy(
             layer.classes = classes
     for name, value in net.named_parameters():
         value.requires_grad_(True).copy_(params[name])
+    _unfreeze(net, frozen)
     for layer in net.modules():
         if isinstance(layer, nn.RNNBase):
             layer.flatten_parameters()  # as cuDNN wants them

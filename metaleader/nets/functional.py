@@ -23,7 +23,7 @@ from metaleader.gradient.selection import Params
 from metaleader.losses import Loss, squared_error, takes_labels
 from metaleader.models import TaskLogits
 from metaleader.nets import calls
-from metaleader.nets.convert import adapted_copy, functional_copy, tied_names
+from metaleader.nets.convert import adapted_copy, freeze, frozen_names, functional_copy, tied_names
 from metaleader.nets.copies import Copies
 from metaleader.nets.layers import BatchNorm, SeededDropout
 from metaleader.nets.trials import try_loss, try_rows
@@ -82,6 +82,7 @@ class Network:
     Attributes:
         num_classes: the number of global classes, for a module with `TaskLogits`; otherwise None.
         task_logits: the names of the `TaskLogits` layers.
+        frozen: the names of the parameters with requires_grad=False, which are buffers of the functional module.
         own_code: whether the module runs code of the user's, in which calls of torch are replaced.
     """
 
@@ -95,6 +96,8 @@ class Network:
         self.loss = loss
         self.preprocess = preprocess or _identity
         self.module = functional_copy(module, device)
+        self.frozen = frozen_names(module)
+        freeze(self.module, self.frozen)
         layers = dict(self.module.named_modules())
         self._dropouts = [name for name, layer in layers.items() if isinstance(layer, SeededDropout)]
         self.has_dropout = bool(self._dropouts)
@@ -130,6 +133,31 @@ class Network:
     def params(self) -> Params:
         """A copy of the module's parameters, by name."""
         return {name: value.detach().clone() for name, value in self.module.named_parameters()}
+
+    def frozen_params(self) -> Params:
+        """A copy of the parameters with requires_grad=False, by their first name."""
+        buffers = dict(self.module.named_buffers())
+        return {name: buffers[name].clone() for name in self.frozen if name in buffers}
+
+    def check_frozen(self, values: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless these are values for all frozen parameters."""
+        shapes = [
+            {name: (value.shape, value.dtype) for name, value in p.items()} for p in (self.frozen_params(), values)
+        ]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the state has the frozen parameters {sorted(shapes[1])}, the model {sorted(shapes[0])}: names, shapes"
+                " and dtypes must be equal; set requires_grad as in the model that was saved"
+            )
+
+    def set_frozen(self, values: Mapping[str, Tensor]) -> None:
+        """Replace the values of the frozen parameters."""
+        if not self.frozen:
+            return
+        for name, buffer in self.module.named_buffers():
+            if name in values and name in self.frozen:
+                buffer.copy_(values[name])
+        _LIKE.clear()
 
     def predict(self, params: Params, x: Tree, noise: Tensor | None = None, classes: Tensor | None = None) -> Tensor:
         """The prediction for a batch of inputs of one task; dropout is active when noise is given.
@@ -226,7 +254,7 @@ class Network:
         classes: Tensor | None = None,
     ) -> nn.Module:
         """A module with these parameters, ready for use; see `adapted_copy`."""
-        return adapted_copy(self.module, params, self.preprocess, data, statistics, example, classes)
+        return adapted_copy(self.module, params, self.preprocess, data, statistics, example, classes, self.frozen)
 
     @torch.no_grad()
     def separates_rows(self, params: Params, batch: Batch) -> bool:

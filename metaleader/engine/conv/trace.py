@@ -62,7 +62,7 @@ def find_chain(network: Network) -> Chain | None:
     """
     module = network.module
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    if network.has_dropout or len(names) != len(dict(module.named_parameters())):
+    if network.has_dropout or network.frozen or len(names) != len(dict(module.named_parameters())):
         return None
     graph = _trace(module)
     layers: list[Layer] = []
