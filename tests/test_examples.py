@@ -2,6 +2,8 @@
 
 import json
 import runpy
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,9 @@ import metaleader as ml
 from metaleader.checks import check_learner
 from metaleader.evaluate import play
 from metaleader.presets import PRESETS
+from metaleader.runner import RunOptions, run_experiment
+from metaleader.runner.plan import planned
+from metaleader.runs.folder import read_records
 from metaleader.streams.base import View
 
 
@@ -70,3 +75,49 @@ def test_algorithms(name):
     losses = [record.loss for record in ml.play(make(meta_lr=3e-3, meta_steps=5), stream, reveal=20)]
     plain = ml.TOE(lambda: ml.models.mlp(1, 1), ml.losses.squared_error, meta_lr=3e-3, meta_steps=5)
     assert np.mean(losses[6:]) < np.mean([record.loss for record in ml.play(plain, stream, reveal=20)][6:])
+
+
+def test_trackers(tmp_path, monkeypatch):
+    """With stand-ins for MLflow and Weights & Biases, which are not installed."""
+    logged = []
+
+    class Run(types.SimpleNamespace):
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            logged.append("end")
+
+    mlflow = types.SimpleNamespace(
+        start_run=lambda run_name: Run(name=run_name),
+        log_params=logged.append,
+        log_metrics=lambda values, step: logged.append({**values, "round": step}),
+        log_artifact=lambda path: logged.append(Path(path).name if Path(path).is_file() else None),
+    )
+    run = Run(log=logged.append, config=types.SimpleNamespace(update=lambda config: logged.append(config["seeds"])))
+    wandb = types.SimpleNamespace(init=lambda project, name: run)
+    options = RunOptions("sinusoid", ("toe",), seeds=2, schedule="quick", tasks=1, set=("meta_steps=1",))
+    for name, module in (("mlflow", mlflow), ("wandb", wandb)):
+        monkeypatch.setitem(sys.modules, name, module)
+        logged.clear()
+        example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / f"track_{name}.py"))
+        example["main"](options, tmp_path / name)
+        template = "toe/seed_{}/after_{}/loss" if name == "mlflow" else "toe/seed {}/after {}/loss"
+        records = read_records(tmp_path / name)
+        expected = [{"round": r["round"], template.format(r["seed"], r["datapoints"]): r["loss"]} for r in records]
+        assert [values for values in logged if isinstance(values, dict) and "round" in values] == expected
+        if name == "mlflow":
+            assert logged[0] == {"experiment": "sinusoid", "seeds": 2, "set": "meta_steps=1"}
+            assert logged[-4:] == ["config.json", "records.csv", "report.html", "end"]
+        else:
+            assert logged[-2:] == [2, "end"]
+
+
+@pytest.mark.parametrize("name", ["algorithms", "algorithms_digits"])
+def test_the_experiments_of_the_comparison(name, tmp_path):
+    path = Path(__file__).parent.parent / "examples" / f"{name}.py"
+    options = RunOptions(str(path), ("reptile", "bayes"), seeds=1, tasks=1, set=("meta_steps=1",))
+    plan = planned(RunOptions(str(path)))
+    assert len(plan.methods) == 8
+    run_experiment(options, tmp_path / "run")
+    assert {r["method"] for r in read_records(tmp_path / "run")} == {"reptile", "bayes"}

@@ -143,6 +143,7 @@ class HookGradient:
         assert hook is not None
         self._hook = own.method() if isinstance(own, OwnGradient) else hook
         self._name = own.name if isinstance(own, OwnGradient) else hook.__qualname__
+        self._where = _where(self._name, self._hook)
         self._chunk = objective.inner.tasks_at_once
         self._loops, self._compiled = False, None
         one_task = tree_map(lambda leaf: leaf[:, :1], (support, query))
@@ -173,11 +174,14 @@ class HookGradient:
         except (StateReadError, HookError):
             raise
         except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
-            raise HookError(f"{self._name}: {_first_line(error)}; standardise the inputs and targets") from error
+            raise HookError(f"{self._where}: {_first_line(error)}; standardise the inputs and targets") from error
         except Exception as error:
             if self._compiled is not None:  # the caller continues eagerly
                 raise
-            raise HookError(f"{self._name} fails: {_first_line(error)}") from error
+            text = _first_line(error)
+            if "does not require grad" in text:
+                text += "; compute gradients with torch.func.grad, from a loss that depends on params"
+            raise HookError(f"{self._where} fails: {text}") from error
 
     def _batched(self, params: Params, support: Any, query: Any) -> tuple[Tensor, Params]:
         def one_learner(params: Params, support: Any, query: Any, noise: None) -> Any:
@@ -210,26 +214,32 @@ class HookGradient:
     def _checked(self, params: Params, result: Any) -> tuple[Tensor, Params]:
         """The result of the function; rejects one that is not a scalar loss and a gradient for each parameter."""
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-            raise HookError(f"{self._name} must return (loss, gradients by parameter name), got {type(result)}")
+            raise HookError(f"{self._where} must return (loss, gradients by parameter name), got {type(result)}")
         loss, gradients = result
         if not isinstance(loss, Tensor) or loss.ndim:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise HookError(f"{self._name} must return a scalar loss of one task, got {got}")
+            raise HookError(f"{self._where} must return a scalar loss of one task, got {got}")
         missing, unknown = sorted(params.keys() - gradients.keys()), sorted(gradients.keys() - params.keys())
         if missing or unknown:
             raise HookError(
-                f"{self._name} must return one gradient per parameter: missing {missing}, unknown {unknown}"
+                f"{self._where} must return one gradient per parameter: missing {missing}, unknown {unknown}"
             )
         for name, value in params.items():
             gradient = gradients[name]
             if not isinstance(gradient, Tensor) or gradient.shape != value.shape:
                 got = f"shape {tuple(gradient.shape)}" if isinstance(gradient, Tensor) else type(gradient).__name__
                 raise HookError(
-                    f"{self._name}: the gradient of {name} must be of shape {tuple(value.shape)}, got {got}"
+                    f"{self._where}: the gradient of {name} must be of shape {tuple(value.shape)}, got {got}"
                 )
             if gradient.dtype != value.dtype:
-                raise HookError(f"{self._name}: the gradient of {name} must be {value.dtype}, got {gradient.dtype}")
+                raise HookError(f"{self._where}: the gradient of {name} must be {value.dtype}, got {gradient.dtype}")
         return loss, {name: gradients[name] for name in params}
+
+
+def _where(name: str, function: Callable[..., Any]) -> str:
+    """The name of a function with its file and line, if it is written in Python."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _first_line(error: Exception) -> str:

@@ -32,6 +32,7 @@ from metaleader.runs.join import join_runs
 from metaleader.runs.run import Run
 from metaleader.streams.base import View
 from metaleader.system import machine
+from metaleader.system.builders import located
 from metaleader.tasks import TaskStream, rng
 
 # Called with the method, the seed and the record.
@@ -166,7 +167,7 @@ def play_round(
     """Play one round. A user's code that draws from global generators draws the same in a run that is resumed."""
     experiment = plan.experiment
     start = int(rng(f"round of {method}", plan.options.first_seed, t).integers(2**62))
-    with seeded(start):
+    with seeded(start), located(f"method {method!r} fails in round {t}"):
         yield from play_together(
             learners,
             [stream[: t + 1] for stream in streams],

@@ -145,6 +145,17 @@ def explained(attempt: str) -> Iterator[None]:
         raise ValueError(f"{attempt}: {place}{one_line(error)}") from error
 
 
+@contextlib.contextmanager
+def located(attempt: str) -> Iterator[None]:
+    """As `explained`, for errors in an experiment file alone: others stay as they are."""
+    try:
+        yield
+    except Exception as error:
+        if not (place := place_of(error)):
+            raise
+        raise ValueError(f"{attempt}: {place}{one_line(error)}") from error
+
+
 def place_of(error: BaseException) -> str:
     """The file and line of the last call in an experiment file, as a prefix; empty if there is none."""
     place = ""

@@ -199,3 +199,36 @@ def test_new_writes_an_experiment_that_is_not_overwritten(status, tmp_path):
     assert status("list", path)[0] == 0
     small = ("--tasks", 1, "--seeds", 1, "--set", "meta_steps=1", "--out", tmp_path / "run")
     assert status("run", path, *small)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("self.y = torch.zeros(0, 1)", "raise KeyError('no such key')", "mine.py:13: KeyError: 'no such key'"),
+        ("return [lambda x:", "return [lambda x: x @ x +", "mine.py:19: RuntimeError"),
+        ("return ml.streams.Sinus", "return lambda: ml.streams.Sinus", "a stream is a sequence of tasks"),
+    ],
+)
+def test_errors_of_a_file_during_a_run_name_the_line_and_lose_nothing(file, status, tmp_path, old, new, message):
+    arguments = ("--methods", "toe,mean", "--seeds", 1, "--out", tmp_path / "run")
+    file.write_text(FILE.replace(old, new))
+    code, _, error = status("run", file, *arguments)
+    assert (code, error.count("\n")) == (2, 1)
+    assert message in error
+    if "method" in error:
+        assert "method 'mean' fails in round 0" in error
+        assert {r["method"] for r in read_records(tmp_path / "run")} == {"toe"}
+
+
+def test_a_hook_that_is_wrong_is_named_with_its_line(file, status, tmp_path):
+    hook = (
+        "class Wrong(ml.FTML):\n    def task_gradient(self, params, support, query):\n"
+        "        loss = self.loss_fn(params, query).detach()\n"
+        "        return loss, dict(zip(params, torch.autograd.grad(loss, list(params.values()))))\n\nexperiment ="
+    )
+    file.write_text(FILE.replace("experiment =", hook).replace('"mean": ml', '"wrong": Wrong, "mean": ml'))
+    code, _, error = status("run", file, "--methods", "wrong", "--seeds", 1, "--out", tmp_path / "run")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "Wrong.task_gradient (" in error
+    assert "mine.py:22) fails: element 0 of tensors does not require grad" in error
+    assert "compute gradients with torch.func.grad" in error
