@@ -103,8 +103,16 @@ class Method:
         return self.make(*args, **offers)
 
     def with_options(self, options: Mapping[str, Any]) -> Method:
-        """The method with other values of some options."""
-        return Method(self, **options)
+        """The method with other values of some options.
+
+        "adaptation.scale" is a field of an option that is a dataclass.
+        """
+        changed = {name: value for name, value in options.items() if "." not in name}
+        for path, value in options.items():
+            name, dot, field_name = path.partition(".")
+            if dot:
+                changed[name] = replace(changed.get(name, self.options.get(name)), **{field_name: value})
+        return Method(self, **changed)
 
 
 class Copies:

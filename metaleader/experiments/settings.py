@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from metaleader.experiments.experiment import ALL, GROUPS, Experiment
@@ -104,7 +104,10 @@ def group_settings(experiment: Experiment, group: str) -> dict[str, Any]:
 
 
 def method_settings(experiment: Experiment, name: str) -> dict[str, Any]:
-    """The settings of a method: the options of its learner, with those given in the experiment."""
+    """The settings of a method: the options of its learner, with those given in the experiment.
+
+    The fields of an option that is a dataclass are settings too, such as `adaptation.scale`.
+    """
     method = experiment.all_methods[name]
     values = dict.fromkeys(settable(method.make)) | arguments_of(method.make)
     kind = method.make
@@ -114,7 +117,11 @@ def method_settings(experiment: Experiment, name: str) -> dict[str, Any]:
     if takes_any(method.make) and isinstance(kind, type) and issubclass(kind, Learner):
         values |= {option.name: option.default for option in fields(kind.Options)}
     values = {"meta_steps": experiment.meta_steps} | values if "meta_steps" in values else values
-    return {n: v for n, v in (values | method.options).items() if n not in (*_RUN, *_FUNCTIONS)}
+    values = {n: v for n, v in (values | method.options).items() if n not in (*_RUN, *_FUNCTIONS)}
+    for option, value in list(values.items()):
+        if is_dataclass(value) and not isinstance(value, type):
+            values |= {f"{option}.{field.name}": getattr(value, field.name) for field in fields(value) if field.init}
+    return values
 
 
 def find_setting(experiment: Experiment, path: str, methods: Sequence[str], where: str) -> tuple[str, str, Any]:

@@ -61,7 +61,8 @@ class Cells:
 
 def _concerns(path: str, method: str, run: LoadedRun) -> bool:
     """Whether a setting changes the run of a method."""
-    group, dot, name = path.rpartition(".")
+    group, dot, name = path.partition(".") if "." in path else ("", "", path)
+    name = name.partition(".")[0]
     if dot and group != ALL:
         return group == method or group not in run.config["methods"]
     settings: Any = run.config["settings"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import hashlib
@@ -115,6 +116,9 @@ def plain(value: Any) -> Any:
         return {"array": list(value.shape), "dtype": str(value.dtype), "sha256": digest}
     if isinstance(value, functools.partial):
         return described(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {"class": name_of(value), **{name: plain(getattr(value, name)) for name in names}}
     return name_of(value)
 
 

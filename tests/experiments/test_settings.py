@@ -1,0 +1,44 @@
+"""Settings inside an option: the fields of an adaptation."""
+
+import dataclasses
+
+import pytest
+import tiny
+
+import metaleader as ml
+from metaleader.experiments.ranges import search_space
+from metaleader.experiments.settings import settings_of, with_settings
+from metaleader.system.builders import plain
+
+
+@pytest.fixture
+def experiment():
+    bayes = ml.Method(ml.FTML, label="bayes", adaptation=ml.BayesianHead(rank=1))
+    return dataclasses.replace(tiny.tiny(), methods={"bayes": bayes, "toe": {}})
+
+
+def test_they_are_listed_changed_and_searched(experiment):
+    assert settings_of(experiment, ["bayes"])["bayes.adaptation.rank"] == 1
+    for text in ("bayes.adaptation.rank=3", "all.adaptation.rank=3", "adaptation.rank=3"):
+        if text.startswith("adaptation"):
+            with pytest.raises(ValueError, match=r"did you mean|unknown"):
+                with_settings(experiment, [text], ["bayes", "toe"])
+            continue
+        changed = with_settings(experiment, [text, "bayes.adaptation.scale=0.5"], ["bayes", "toe"])
+        assert changed.methods["bayes"].options["adaptation"] == ml.BayesianHead(scale=0.5, rank=3)
+    assert experiment.methods["bayes"].options["adaptation"] == ml.BayesianHead(rank=1)
+    space = search_space(experiment, ["bayes.adaptation.rank=1..3"], ["bayes"])
+    assert space["bayes"]["adaptation.rank"][1] == 1
+    with pytest.raises(ValueError, match=r"did you mean 'adaptation.rank'"):
+        with_settings(experiment, ["bayes.adaptation.rnak=3"], ["bayes"])
+    with pytest.raises(ValueError, match="rank must be an integer"):
+        with_settings(experiment, ["bayes.adaptation.rank=-1"], ["bayes"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine:
+    rate: float = 0.5
+
+
+def test_other_dataclasses_are_described_with_their_fields():
+    assert plain({"a": Mine(0.25)}) == {"a": {"class": f"{Mine.__module__}.Mine", "rate": 0.25}}
