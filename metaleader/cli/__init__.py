@@ -32,6 +32,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "resume": runs.resume,
     "join": runs.join,
     "report": runs.report,
+    "regret": runs.regret,
     "verify": runs.verify,
     "list": list_experiments,
     "new": _new,

@@ -1,4 +1,4 @@
-"""The commands for run folders: `run`, `grid`, `resume`, `join`, `report` and `verify`."""
+"""The commands for run folders: `run`, `grid`, `resume`, `join`, `report`, `regret` and `verify`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from metaleader.report.claims import check_claims
 from metaleader.report.page import report_runs
 from metaleader.runner import RunOptions, join_experiments, resume_experiment, run_experiment
 from metaleader.runner.grid import Workers, cell_folders, is_grid, resume_grid, run_grid
+from metaleader.runner.regret import regret_of_run
 from metaleader.runner.tune import is_tune, resume_tune
 
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
@@ -118,6 +119,28 @@ def report(
         if folder not in runs:
             print(f"note: {folder} holds no records and is left out", file=sys.stderr)
     print(report_runs(runs, out).resolve())
+
+
+def regret(
+    folder: Folder,
+    *,
+    at: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
+    dynamic: bool = False,
+    tolerance: float = 0.01,
+    max_evaluations: int = 20_000,
+    experiment: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
+) -> None:
+    """Estimate the regret of the methods of a finished run that was made with --regret.
+
+    Args:
+        folder: the run folder; regret.csv is written into it, and its report is written again.
+        at: the size of D_t; the largest if not given.
+        dynamic: also compare with the best initialisation of every round; takes one optimisation per round.
+        tolerance: a comparator has converged when a pass of the optimisation lowers the loss by less than this fraction.
+        max_evaluations: meta-gradients per optimisation, after which it stops without convergence.
+        experiment: the experiment file of the run, if it has moved; it must be unchanged.
+    """
+    regret_of_run(folder, experiment, at=at, dynamic=dynamic, tolerance=tolerance, max_evaluations=max_evaluations)
 
 
 def verify(folder: Folder) -> int:

@@ -14,6 +14,7 @@ from metaleader.report.claims import check_claims
 from metaleader.report.curves import Panel, run_panels
 from metaleader.report.loaded import LoadedRun, Shown, load_runs
 from metaleader.report.records import num_rounds
+from metaleader.report.regret import regret_panels, regret_section
 from metaleader.report.sheet import contact_sheet
 from metaleader.report.svg import chart, common_axes, legend
 from metaleader.report.tables import configuration_table, costs_table, differences_table, readings_table, results_table
@@ -95,6 +96,8 @@ def _group(anchor: str, stream: str, runs: Sequence[LoadedRun]) -> str:
         f'<h2 id="{anchor}">{escape(stream)}</h2>',
         f"<p>{escape(summary)}</p>" if summary else "",
         *measured_sections(runs),
+        regret_section(runs),
+        *(_regret_charts(run) for run in runs),
         *(_checks(run) for run in runs),
         costs_table(runs),
         _sheet(runs[0]),
@@ -128,6 +131,14 @@ def _figures(runs: Sequence[Shown]) -> str:
         "comparator is subtracted.</p>"
     )
     return "".join(blocks)
+
+
+def _regret_charts(run: LoadedRun) -> str:
+    panels = regret_panels(run)
+    if not panels:
+        return ""
+    charts = "".join(chart(panel, common_axes([panel])) for panel in panels)
+    return f'{legend(run.styles.values())}<div class="charts">{charts}</div>'
 
 
 def _checks(run: LoadedRun) -> str:

@@ -71,8 +71,7 @@ def resume_experiment(folder: Path, file: Path | None = None, on_record: OnRecor
         if found is not None and not found.exists() and run.finished():
             print(f"note: the experiment file {found} is missing")
         else:
-            plan = planned(_options_of(run.config, found))
-            _check_unchanged(run.config, plan)
+            plan = resumed_plan(run.config, found)
             machine.set_threads(run.config["threads"])
             if not run.finished():
                 _play(run, plan, on_record)
@@ -81,6 +80,13 @@ def resume_experiment(folder: Path, file: Path | None = None, on_record: OnRecor
         run.check_records()
         print(f"{folder} is finished: there is nothing to resume")
     _finish(folder)
+
+
+def resumed_plan(config: Config, file: Path | None) -> Plan:
+    """The plan of a run that exists; raises ValueError if its experiment has changed."""
+    plan = planned(_options_of(config, file))
+    _check_unchanged(config, plan)
+    return plan
 
 
 def join_experiments(folders: Sequence[Path], folder: Path) -> None:
@@ -187,6 +193,8 @@ def _finish(folder: Path) -> None:
     (run,) = load_runs([folder])
     draw_figures(run.records, run.sizes, folder, run.error_name, run.gamma, run.config["styles"])
     Console().print(result_table(run))
+    if run.config["regret"] and not (folder / "regret.csv").exists():
+        print(f"regret, which needs comparators in hindsight: metaleader regret {folder}")
     print(f"records: {folder / 'records.csv'}")
     print(report_runs([folder]).resolve())
 
