@@ -136,7 +136,7 @@ def regret(
         folder: the run folder; regret.csv is written into it, and its report is written again.
         at: the size of D_t; the largest if not given.
         dynamic: also compare with the best initialisation of every round; takes one optimisation per round.
-        tolerance: a comparator has converged when a pass of the optimisation lowers the loss by less than this fraction.
+        tolerance: a comparator has converged when a pass lowers the loss by this fraction at most.
         max_evaluations: meta-gradients per optimisation, after which it stops without convergence.
         experiment: the experiment file of the run, if it has moved; it must be unchanged.
     """
