@@ -111,7 +111,8 @@ class Method:
         for path, value in options.items():
             name, dot, field_name = path.partition(".")
             if dot:
-                changed[name] = replace(changed.get(name, self.options.get(name)), **{field_name: value})
+                option: Any = changed.get(name, self.options.get(name))
+                changed[name] = replace(option, **{field_name: value})
         return Method(self, **changed)
 
 

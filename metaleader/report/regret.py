@@ -60,7 +60,9 @@ def _cells(run: LoadedRun) -> tuple[list[str], list[list[str]]]:
         for kind in kinds:
             values = np.array([row[f"{kind}_regret"] for row in final])
             flags = [row[f"{kind}_converged"] for row in where(rows, method=method)]
-            line += [with_error(*over_seeds(values)), with_error(*over_seeds(values / (last + 1)))]
+            for scaled in (values, values / (last + 1)):
+                mean, error = over_seeds(scaled)
+                line.append(with_error(float(mean), float(error)))
             line.append(f"{np.mean(flags):.0%}")
         cells.append(line)
     return headers, cells

@@ -69,12 +69,12 @@ def regret_of_run(
         torch.set_num_threads(run.config["threads"])
         records = read_records(folder)
         sizes = sorted({record["datapoints"] for record in records})
-        at = sizes[-1] if at is None else at
-        if at not in sizes:
-            raise ValueError(f"the run has no measurements at {at} datapoints, but at {', '.join(map(str, sizes))}")
+        size = sizes[-1] if at is None else at
+        if size not in sizes:
+            raise ValueError(f"the run has no measurements at {size} datapoints, but at {', '.join(map(str, sizes))}")
         limits = {"tolerance": tolerance, "max_evaluations": max_evaluations}
         rows = _regrets(
-            run, plan, where(records, datapoints=at), functools.partial(_compare, plan, at, dynamic, limits)
+            run, plan, where(records, datapoints=size), functools.partial(_compare, plan, size, dynamic, limits)
         )
         path = folder / "regret.csv"
         write_atomic(path, csv_lines([COLUMNS, *rows]))

@@ -26,6 +26,8 @@ MODULES = (
 EVALUATE = ("play_together", "preload")
 # The functions by which a program runs an experiment, and writes records of its own.
 RUNNER = ("runner.run_experiment", "runner.resume_experiment", "runner.RunOptions", "report.own.write_records")
+RUNNER += ("runner.grid.run_grid", "runner.grid.Workers", "runner.tune.run_tune", "runner.tune.TuneOptions")
+RUNNER += ("runner.regret.regret_of_run",)
 # The options of the learners are their settings.
 OPTIONS = ("learners.options.Options", "learners.ftml.FTMLOptions", "learners.baselines.FTLOptions")
 
