@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from metaleader.runner.experiment import resume_experiment, run_experiment
 from metaleader.runner.plan import RunOptions
 from metaleader.runs.folder import is_finished, read_checkpoints, read_config
 from metaleader.system.files import make_folder
 from metaleader.system.lock import FolderLock
-from metaleader.system.machine import keep_memory
+from metaleader.system.machine import keep_memory, set_threads
 
 # A cell whose process has just died may still be locked: a process ends only when it has noticed.
 _PATIENCE = 60.0
@@ -76,7 +74,7 @@ class Cell:
 
 def play_cell(cell: Cell) -> None:
     """Begin the run of a cell, or continue it."""
-    torch.set_num_threads(cell.threads)
+    set_threads(cell.threads)
     if not (cell.folder / "records.csv").exists():
         if cell.folder.exists():
             _wait_until_free(cell.folder)

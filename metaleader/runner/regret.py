@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from metaleader.engine.objective import GradientSteps
@@ -25,6 +24,7 @@ from metaleader.runs.folder import csv_lines, read_records
 from metaleader.runs.run import Run
 from metaleader.streams.base import View
 from metaleader.system.files import write_atomic
+from metaleader.system.machine import set_threads
 from metaleader.tasks import num_rows
 
 # What a comparator depends on: step sizes, number of steps and adapted parameters, and the method if it has a network
@@ -66,7 +66,7 @@ def regret_of_run(
         if not run.finished():
             raise ValueError(f"{folder} is not finished: continue it with `metaleader resume {folder}`")
         plan = resumed_plan(run.config, experiment_file(folder, run.config, file))
-        torch.set_num_threads(run.config["threads"])
+        set_threads(run.config["threads"])
         records = read_records(folder)
         sizes = sorted({record["datapoints"] for record in records})
         size = sizes[-1] if at is None else at
