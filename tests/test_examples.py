@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import metaleader as ml
@@ -121,3 +122,20 @@ def test_the_experiments_of_the_comparison(name, tmp_path):
     assert len(plan.methods) == 8
     run_experiment(options, tmp_path / "run")
     assert {r["method"] for r in read_records(tmp_path / "run")} == {"reptile", "bayes"}
+
+
+def test_schools(capsys, tmp_path, monkeypatch):
+    from examples import schools
+
+    rng = np.random.default_rng(0)
+    school = np.repeat(np.arange(25), 16)
+    frame = pd.DataFrame(rng.normal(size=(400, 3)), columns=["gcse", "age", "girl"])
+    frame["school"] = school
+    frame["grade"] = 0.8 * frame.gcse + 0.5 * rng.normal(size=25)[school] + 0.2 * rng.normal(size=400)
+    monkeypatch.setattr(schools, "pupils", lambda: frame)
+    errors = schools.main(tmp_path)
+    assert errors.shape == (25, len(schools.SIZES))
+    schools.draw(errors[None], tmp_path / "schools.png")
+    assert errors[15:, -1].mean() < 0.7 * errors[:5, 0].mean()
+    assert "schools 11 to 25: squared error" in capsys.readouterr().out
+    assert (tmp_path / "schools.png").stat().st_size > 5000
