@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from metaleader.gradient.selection import Params
 from metaleader.losses import Loss, squared_error, takes_labels
 from metaleader.models import TaskLogits
 from metaleader.nets import calls
+from metaleader.nets.alike import same_function
 from metaleader.nets.convert import adapted_copy, freeze, frozen_names, functional_copy, tied_names
 from metaleader.nets.copies import Copies
 from metaleader.nets.layers import BatchNorm, SeededDropout
@@ -121,8 +120,8 @@ class Network:
         same = (
             type(self) is type(other)
             and str(self.module) == str(other.module)
-            and _same_function(self.loss, other.loss)
-            and _same_function(self.preprocess, other.preprocess)
+            and same_function(self.loss, other.loss)
+            and same_function(self.preprocess, other.preprocess)
         )
         pairs = zip(self.module.named_buffers(), other.module.named_buffers(), strict=False)
         same = same and all(one == two and torch.equal(value, buffer) for (one, value), (two, buffer) in pairs)
@@ -330,19 +329,6 @@ def _keeping(module: nn.Module) -> Iterator[None]:
 
 # The networks found to be like each network
 _LIKE: weakref.WeakKeyDictionary[Network, weakref.WeakSet[Network]] = weakref.WeakKeyDictionary()
-
-
-def _same_function(one: Any, other: Any) -> bool:
-    """Whether two functions are the same code with the same settings."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, functools.partial):
-        return _same_function(one.func, other.func) and (one.args, one.keywords) == (other.args, other.keywords)
-    if isinstance(one, types.FunctionType):
-        cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (one, other)]
-        settings = [(f.__code__, f.__defaults__, f.__kwdefaults__) for f in (one, other)]
-        return settings[0] == settings[1] and all(_same_function(*pair) for pair in zip(*cells, strict=True))
-    return isinstance(one, bool | int | float | str | tuple | types.MethodType) and one == other
 
 
 def _device(tree: Tree) -> torch.device:

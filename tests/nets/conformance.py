@@ -384,12 +384,13 @@ task at a time, with the same dropout masks. All other layers are refused with t
 | column | meaning | measured |
 |---|---|---|
 | eager | `engine="eager"` | CPU, torch 2.13.0; compared again by `make test` |
-| traced | `engine="compiled"` with all of the program traced and run, but no code generated | CPU, torch 2.13.0 |
-| compiled | `engine="compiled"` | CPU, torch 2.13.0 |
+| traced | `engine="compiled"`, traced as a whole and run, but no code generated | CPU; empty: not measured |
+| compiled | `engine="compiled"` | CPU; empty: not measured |
 | captured | `engine="captured"` | one NVIDIA H200; empty: not measured |
 
-{works} of {total} layers with a differentiable forward work in eager mode, {traced} are traced as a whole.
-Lazy layers work after a call on one batch. Containers (`Sequential`, `ModuleList`, `ParameterDict` and others) work;
+{works} of {total} layers with a differentiable forward work in eager mode. {traced} of {tried} tried so far are traced
+as a whole; a network with one of the others runs eagerly, with a line in the log. Lazy layers
+work after a call on one batch. Containers (`Sequential`, `ModuleList`, `ParameterDict` and others) work;
 losses are not layers: see [Use your own network](howto/network.md#losses).
 
 | layer | eager | traced | compiled | captured |
@@ -405,7 +406,8 @@ def page() -> str:
     """The text of docs/layers.md."""
     rows = published()
     works = {mode: sum(row[mode] == WORKS for row in rows.values()) for mode in MODES}
-    text = HEAD.format(works=works["eager"], total=len(rows), traced=works["traced"])
+    tried = sum(bool(row["traced"]) and not row["traced"].startswith("refused") for row in rows.values())
+    text = HEAD.format(works=works["eager"], total=len(rows), traced=works["traced"], tried=tried)
     for name, row in rows.items():
         cells = [row[mode] for mode in MODES]
         if cells[0].startswith("refused"):
