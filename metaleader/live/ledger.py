@@ -134,8 +134,8 @@ class Ledger:
 
     @property
     def next_update_is_exclusive(self) -> bool:
-        """Whether no call may be made during the next update: after a failure, and for a user's own `update`."""
-        return self.exclusive or self._has_own_update
+        """Whether no call may be made during the next update: after a failure, of a user's own `update`, of shards."""
+        return self.exclusive or self._has_own_update or self.learner.options.shards > 1
 
     def restore(self, number: int, call: Call) -> None:
         """Make a call without its updates, whose result a later checkpoint holds."""

@@ -76,6 +76,21 @@ def test_background_updates_do_not_exclude_calls(tmp_path):
     assert not any(update.exclusive for update in updates)
 
 
+def test_updates_in_shards(tmp_path):
+    with Session(tmp_path / "a", lambda: make(shards=2)) as session:
+        for i in range(6):
+            session.observe(*batch(i), task=f"customer {i % 3}")
+        assert session.wait(60)
+        state, step = session.learner.state_dict(), session.learner.step
+        shutil.copytree(tmp_path / "a", tmp_path / "killed")
+    assert step >= 2
+    with Session(tmp_path / "killed", lambda: make(shards=2)) as session:
+        restored = session.learner.state_dict()
+        assert session.learner.step == step
+        for name, value in state["params"].items():
+            assert torch.equal(restored["params"][name], value)
+
+
 def test_updates_after_a_checkpoint_are_made_again(tmp_path, mode):
     filled(tmp_path / "a", mode).close()
     with Session(tmp_path / "a", make, updates=mode) as session:
