@@ -7,6 +7,7 @@ same and a program takes seconds. A few tests go all the way through Inductor.
 import copy
 import functools
 import logging
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -386,6 +387,30 @@ def test_auto_chooses_by_the_planned_updates() -> None:
     assert Engine("auto", 10**6, "meta").mode == "eager", "what is not known to pay is not compiled"
 
 
+def test_learners_choose_by_their_updates_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "metaleader")
+    model = lambda: nn.Linear(2, 1)  # noqa: E731
+    assert ml.FTML(model, ml.losses.squared_error).engine.mode == "eager"
+    assert "engine mode eager: about 500 updates on cpu, compiling pays from 3000" in caplog.text
+    assert ml.FTML(model, ml.losses.squared_error, meta_steps=100).engine.mode == "compiled"
+    assert "engine mode compiled: about 5000 updates on cpu, compiling pays from 3000" in caplog.text
+    caplog.clear()
+    assert ml.FTML(model, ml.losses.squared_error, engine="eager", meta_steps=100).engine.mode == "eager"
+    assert not caplog.text
+
+
+def test_a_learner_with_programs_can_be_copied_and_pickled(traced: list[Any]) -> None:
+    one = learner(Engine("compiled"), mlp)
+    one.update(2)
+    other = copy.deepcopy(one)
+    engine = pickle.loads(pickle.dumps(one.engine))
+    assert engine.mode == other.engine.mode == "compiled"
+    assert engine is not one.engine
+    one.update(2)
+    other.update(2)
+    assert not differences(one.state_dict(), other.state_dict())
+
+
 def test_a_given_mode_is_kept() -> None:
     assert Engine("compiled", 1).mode == "compiled"
     assert Engine("eager", 10**6).mode == "eager"
@@ -637,6 +662,7 @@ GRAPHED: dict[str, dict[str, Any]] = {
     "layer norm": {"model": lambda: after_conv(nn.LayerNorm([4, 6, 6])).double()},
     "transformer": {"model": lambda: encoder().double()},
     "chunks": {"model": mlp, "chunk": 3},
+    "chain": {"model": lambda: ml.models.conv_net(CLASSES, 8, IMAGE[0], filters=4, layers=2).double()},
 }
 
 
