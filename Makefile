@@ -8,6 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# The number of tries of each kind in the attack of `make torture`; empty for all.
+TORTURE ?= 100
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test torture lint docs format wheel clean setup system
 
@@ -21,8 +24,9 @@ demo: setup ## run the quick demonstration; the last line is the path of its rep
 test: lint docs ## run all checks, build the documentation, run the tests
 	$(BIN)/pytest -n 2
 
-torture: setup ## run the long tests
+torture: setup ## run the long tests; the last line counts what an attack with faults found
 	$(BIN)/pytest -m torture
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/attack.py $(TORTURE)
 
 lint: setup ## check formatting, lint, types and import directions
 	$(BIN)/ruff format --check

@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from metaleader.system.files import sync_folder
+from metaleader.system.files import sync_folder, write_atomic
 
 FORMAT = 1
 NAME, MARK = "journal.sqlite", "journal.mark"
@@ -73,7 +73,7 @@ class Journal:
         self._failure: str | None = None
         # The mark exists before the journal, so that a journal without a mark has lost it.
         if not readonly and not self.path.exists() and not self._mark_path.exists():
-            self._mark_path.write_bytes(_packed_mark(0, _START))
+            write_atomic(self._mark_path, _packed_mark(0, _START))
         self._connection = _connect(self.path, readonly)
         self._mark: int | None = None
         try:
@@ -201,7 +201,7 @@ class Journal:
         with open(Path(path) / NAME, "rb") as file:
             os.fsync(file.fileno())
         # A mark of 0 accepts the copy at whatever record it ends.
-        (Path(path) / MARK).write_bytes(_packed_mark(0, _START))
+        write_atomic(Path(path) / MARK, _packed_mark(0, _START))
         copy = Journal(path)
         try:
             copy.sync()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import sqlite3
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +81,8 @@ class Writer:
             self._items.append(item)
             self._changed.notify()
         item.done.wait()
+        if isinstance(item.error, sqlite3.Error):  # of a read, or of a checkpoint of the write-ahead log
+            raise OSError(errno.EIO, f"the journal cannot be read or written ({item.error}); open the folder again")
         if item.error is not None:
             # One error may belong to several calls, which are raised in several threads.
             raise item.error.with_traceback(None)

@@ -7,6 +7,7 @@ signal, and where a lock could not be released by any code.
 import contextlib
 import dis
 import functools
+import os
 import random
 import sys
 import types
@@ -49,7 +50,10 @@ def lines_of(call: Callable[[], object], inside: Sequence[str] = ("",)) -> list[
         return trace
 
     _traced(call, trace)
-    wanted = {key: count for key, count in counts.items() if key[0] != __file__ and any(p in key[0] for p in inside)}
+    own = os.path.dirname(__file__)
+    wanted = {
+        key: count for key, count in counts.items() if not key[0].startswith(own) and any(p in key[0] for p in inside)
+    }
     return [Site(*key, n) for key, count in wanted.items() for n in sorted({1, count})]
 
 

@@ -1,11 +1,14 @@
 """Send SIGINT to the command line."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+
+from torture.tally import Tally
 
 COMMAND = (sys.executable, "-m", "metaleader")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -31,3 +34,15 @@ def interrupt_command(seconds: Sequence[float], *arguments: str) -> tuple[int, s
         process.send_signal(signal.SIGINT)  # not sent to a process that has ended
     _, error = process.communicate(timeout=300)
     return process.returncode, error
+
+
+def attack_startup(tries: int) -> Tally:
+    """Send SIGINT once or twice to `metaleader list` within its first seconds."""
+    tally, draw = Tally(), random.Random(0)
+    for number in range(tries):
+        first = 0.15 + 3 * draw.random()  # Python itself starts in less
+        moments = [first, first + 0.3 * draw.random()][: 1 + number % 2]
+        status, error = interrupt_command(moments, "list")
+        ended = (status, error) in ((130, "metaleader: interrupted\n"), (0, ""))
+        tally.note(f"SIGINT after {moments} s", None if ended else f"status {status}: {error[-300:]!r}")
+    return tally
