@@ -30,6 +30,7 @@ from metaleader.gradient.meta import descend
 from metaleader.gradient.selection import Params
 from metaleader.gradient.unrolled import TooLargeError
 from metaleader.nets.functional import Network
+from metaleader.system.settings import keeps_settings
 from metaleader.tasks import Batch, ClassBatch, tensors_of
 
 Mode = Literal["auto", "eager", "graphed", "compiled", "captured"]
@@ -210,6 +211,7 @@ class Engine:
                 del self._programs[next(iter(self._programs))]
             return program(*inputs) if result is None else result
 
+    @keeps_settings
     def _started(self, program: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Callable[..., Any], Any]:
         """A program that has run once, captured if that is the mode, and its result."""
         if self.mode not in ("graphed", "captured"):

@@ -18,6 +18,7 @@ from metaleader.engine.objective import Objective, over_learners
 from metaleader.gradient.attention import plain_attention
 from metaleader.gradient.meta import sum_over_chunks
 from metaleader.gradient.selection import Params
+from metaleader.system.settings import keeps_settings
 
 _log = logging.getLogger("metaleader")
 
@@ -183,6 +184,7 @@ class HookGradient:
                 text += "; compute gradients with torch.func.grad, from a loss that depends on params"
             raise HookError(f"{self._where} fails: {text}") from error
 
+    @keeps_settings
     def _batched(self, params: Params, support: Any, query: Any) -> tuple[Tensor, Params]:
         def one_learner(params: Params, support: Any, query: Any, noise: None) -> Any:
             num_tasks = tree_leaves(query)[0].shape[0]
@@ -196,6 +198,7 @@ class HookGradient:
 
         return over_learners(one_learner, params, support, query, None)
 
+    @keeps_settings
     def _loop(self, params: Params, support: Any, query: Any) -> tuple[Tensor, Params]:
         num_learners, num_tasks = tree_leaves(query)[0].shape[:2]
         learners = []

@@ -185,6 +185,7 @@ def _update_one_by_one(learners: Sequence[Learner], steps: int | None) -> None:
             update_together([learner], steps)
 
 
+@keeps_settings
 def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draws: Sequence[Draw]) -> Tensor:
     """Take all updates; returns losses and gradient norms, (updates, 2, learners)."""
     lead = learners[0]

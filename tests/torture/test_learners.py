@@ -99,3 +99,8 @@ def test_an_error_after_an_interrupt_that_was_handled_stays() -> None:
     except KeyboardInterrupt:
         with pytest.raises(ValueError, match="bad input"):
             fails()
+
+
+def test_an_interrupt_that_torch_turns_into_another_error_is_not_taken_for_bad_data() -> None:
+    tally = attack_learners(["bayes"], ["update"], ["torch/_functorch/predispatch", "torch/_functorch/vmap"], 12)
+    assert (tally.tries > 5, tally.lines) == (True, [])
