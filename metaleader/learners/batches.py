@@ -31,12 +31,13 @@ def draw_meta_batches(
     options, definition = learner.options, learner.definition
     sizes = (definition.support,) if isinstance(definition.support, int) else definition.support
     numbers = draw_numbers(learner, numbers)
-    tasks, key = num_tasks(learner, shard), key_of(shard)
+    tasks = num_tasks(learner, shard)
     widths = tasks, max(sizes), options.query
     in_shard = {} if shard is None else {"shard": shard}
     draw = learner.memory.draw(options.seed, numbers, *widths, definition.which, without, **in_shard)
     if draw is None or len(sizes) == 1:
         return draw
+    key = key_of(shard)
     shots = [rng("support size", options.seed, n, *key).integers(len(sizes), size=tasks) for n in numbers]
     # Draws of n-way tasks have the classes one after the other, but for those from the current task.
     groups = 1 if draw.classes is None or definition.which == "current" else draw.classes.shape[-1]

@@ -5,6 +5,7 @@ A subclass only defines, once, the objective of its updates, the tasks that they
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -161,7 +162,8 @@ class Learner(Configured, ABC):
         """
         task = None if task is None else str(task)
         with self.locks.changing:
-            batch = agree_on_batch(self, lambda: checked_batch(self, x, y, task), task, update)
+            check = functools.partial(checked_batch, self, x, y, task)
+            batch = check() if self.sharding.group.size == 1 else agree_on_batch(self, check, task, update)
             with Change([self]):
                 with self.locks.reading:
                     self.memory.append(batch, ids, task)
@@ -246,8 +248,6 @@ class Learner(Configured, ABC):
         own = (type(self).adapt, type(self).predict) != (Learner.adapt, Learner.predict)
         return {name: self.predict(x, task=name) for name, x in xs.items()} if own else predict_many(self, xs)
 
-    # Facts.
-
     @property
     def layout(self) -> Layout:
         """The positions of the parameters in `state.flat`."""
@@ -308,8 +308,6 @@ class Learner(Configured, ABC):
     def chosen_classes(self) -> Tensor | None:
         """The classes of the current task, if the network chooses its outputs by them."""
         return None if self.network.num_classes is None else self.memory.current_classes()
-
-    # State.
 
     @keeps_settings
     def state_dict(self, data: bool = True) -> dict[str, Any]:

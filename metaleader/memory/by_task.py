@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metaleader.distributed.shards import Shard, Sharding, key_of
+from metaleader.distributed.shards import Shard, Sharding
 from metaleader.memory.entries import Entries, Entry, index_of
-from metaleader.memory.pools import masses_of_shards, pool_of, weights_of
-from metaleader.memory.rows import Draw, Rows, Weights, Which, choose, distinct, split
+from metaleader.memory.pools import choose_tasks, masses_of_shards, weights_of
+from metaleader.memory.rows import Draw, Rows, Weights, Which, distinct, split
 from metaleader.memory.saved import entries_from_tree, entries_tree
 from metaleader.memory.sharded import ShardedRows
 from metaleader.tasks import Batch, rng
@@ -59,14 +59,6 @@ class TaskBuffer:
 
     # One round: begin, append, draw.
 
-    def size(self, name: str) -> int:
-        """The number of datapoints of a name; 0 if it has none."""
-        return sum(entry.count for entry in self._entries.by_name.get(name, ()))
-
-    def number(self, name: str) -> int:
-        """The number of tasks seen before the first one of a name; for a name without data, the number seen so far."""
-        return min((entry.number for entry in self._entries.by_name.get(name, ())), default=self.seen)
-
     def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
         """Open a new task, which enters the buffer with its first datapoint, and drop tasks that exceed the bound."""
         if classes is not None and self.max_tasks is not None:
@@ -90,13 +82,7 @@ class TaskBuffer:
         if self._entries.round is None and self._entries.open is None:
             raise ValueError("observe before begin: call begin(name) to open a task first, or pass task=name")
         number = self.seen if self._entries.round is None else self._entries.round.number
-        self._entries.add_to_round(self._stored(batch, number, is_open=True))
-
-    def _stored(self, batch: Batch, number: int, is_open: bool) -> range:
-        """Store datapoints of the task with a number; returns their rows."""
-        if isinstance(self.store, ShardedRows):
-            return self.store.append(batch, number, is_open)
-        return self.store.append(batch)
+        self._entries.add_to_round(self.store.append(batch, number, True))
 
     def current(self) -> Batch | None:
         """D_t: all datapoints of the open task, None before the first."""
@@ -128,9 +114,8 @@ class TaskBuffer:
         for i, entry in enumerate(chosen):
             if entry.scattered is not None:
                 picked[i] = entry.scattered[index[i]]
-        if isinstance(self.store, ShardedRows):
-            picked = self.store.places(picked)
-        rows = torch.from_numpy(picked.reshape(len(steps), tasks, width)).to(self.device)
+        picked = self.store.places(picked).reshape(len(steps), tasks, width)
+        rows = torch.from_numpy(picked).to(self.device)
         return Draw(rows[..., :support], rows[..., support:])
 
     def names_drawn(
@@ -164,27 +149,15 @@ class TaskBuffer:
         without: Collection[str],
         shard: Shard | None,
     ) -> tuple[list[Entry], np.ndarray]:
-        """The tasks drawn, one for each of (steps x tasks), and uniform numbers for the draws of their datapoints.
-
-        There are none if there is nothing to draw from.
-        """
-        key = key_of(shard)
+        """The tasks drawn, one for each of (steps x tasks), and uniform numbers for the draws of their datapoints."""
+        key = () if shard is None else (shard.number,)
         uniforms = np.stack([rng("draw", seed, step, *key).random((tasks, 1 + 2 * width)) for step in steps])
         uniforms = uniforms.reshape(-1, 1 + 2 * width)
-        drawn, last = pool_of(self._entries, which, without, shard)
-        num = len(drawn) + len(last)
-        if num == 0:
-            return [], uniforms
-        weights = None
-        if self.weights is not None and which != "current":
-            weights = weights_of(self._entries, self.weights, [*drawn, *last], which)
-        numbers = choose(uniforms[:, 0], num, weights).tolist()
-        return [drawn[i] if i < len(drawn) else last[0] for i in numbers], uniforms[:, 1:]
+        return choose_tasks(self._entries, self.weights, uniforms[:, 0], which, without, shard), uniforms[:, 1:]
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
-        store = self.store.own if isinstance(self.store, ShardedRows) else self.store
-        return store.take(draw.support), store.take(draw.query)
+        return self.store.own.take(draw.support), self.store.own.take(draw.query)
 
     def mark(self) -> tuple[Any, ...]:
         """Make all changes so far permanent, and return this point for `rollback`."""
@@ -218,10 +191,18 @@ class TaskBuffer:
                 f"task {name!r} has rounds in several shards, and data under a name belongs to one; with"
                 f" shards={self._sharding.count}, use either begin or observe(task=) for all data of a name"
             )
-        rows = self._stored(batch, closed[0].number if closed else self.seen, is_open=False)
+        rows = self.store.append(batch, closed[0].number if closed else self.seen, False)
         for entry in excess:
             entries.drop(entry)
         entries.add(name, rows)
+
+    def size(self, name: str) -> int:
+        """The number of datapoints of a name; 0 if it has none."""
+        return sum(entry.count for entry in self._entries.by_name.get(name, ()))
+
+    def number(self, name: str) -> int:
+        """The number of tasks seen before the first one of a name; for a name without data, the number seen so far."""
+        return min((entry.number for entry in self._entries.by_name.get(name, ())), default=self.seen)
 
     def sizes(self) -> dict[str, int]:
         """The number of datapoints by name, over all rounds of a name."""

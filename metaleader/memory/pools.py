@@ -8,7 +8,7 @@ import numpy as np
 
 from metaleader.distributed.shards import Shard
 from metaleader.memory.entries import Entries, Entry
-from metaleader.memory.rows import Weights, Which, checked_weights
+from metaleader.memory.rows import Weights, Which, checked_weights, choose
 
 
 def pool_of(
@@ -29,6 +29,25 @@ def pool_of(
     if last is None or which == "past" or (shard is not None and which == "all" and not shard.has(last.number)):
         return drawn, []
     return drawn, [last]
+
+
+def choose_tasks(
+    entries: Entries,
+    weights: Weights | None,
+    uniform: np.ndarray,
+    which: Which,
+    without: Collection[str],
+    shard: Shard | None,
+) -> list[Entry]:
+    """The tasks of draws, chosen from nu^t by one uniform number each; none if there is nothing to draw from."""
+    drawn, last = pool_of(entries, which, without, shard)
+    num = len(drawn) + len(last)
+    if num == 0:
+        return []
+    by_task = None
+    if weights is not None and which != "current":
+        by_task = weights_of(entries, weights, [*drawn, *last], which)
+    return [drawn[i] if i < len(drawn) else last[0] for i in choose(uniform, num, by_task).tolist()]
 
 
 def weights_of(entries: Entries, weights: Weights | None, some: Sequence[Entry], which: Which) -> np.ndarray | None:

@@ -92,8 +92,17 @@ class Rows:
         self.length = 0
         self.data: Batch | None = None
 
-    def append(self, batch: Batch) -> range:
-        """Add rows at the end; returns their numbers."""
+    @property
+    def own(self) -> Rows:
+        """The storage of this process, which is all of it; see `ShardedRows`."""
+        return self
+
+    def places(self, index: np.ndarray) -> np.ndarray:
+        """The row numbers in `own`."""
+        return index
+
+    def append(self, batch: Batch, task: int = 0, is_open: bool = False) -> range:
+        """Add rows at the end, of any task; returns their numbers."""
         batch = tree_map(lambda leaf: leaf.to(self.device), batch)
         num = num_rows(batch)
         if self.data is None:
