@@ -230,6 +230,8 @@ def test_facts(tmp_path):
         listed = http.get("/tasks?limit=2&offset=1").json()
         assert listed == {"total": 5, "offset": 1, "tasks": {"customer 1": ROWS, "customer 2": ROWS}}
         assert http.get("/tasks?limit=1e3").status_code == 400
+        assert service.source.wait(60)
+        time.sleep(0.6)  # the state is read at most every half second
         state = http.get("/status").json()
         expected = {key: value for key, value in service.source.status().items() if key != "set_aside"}
         assert {key: state[key] for key in ("tasks", "datapoints", "record")} == {

@@ -29,17 +29,22 @@ from metaleader.live.serve.bodies import (
     datatype_of,
     flattened,
     json_tensors,
-    read_body,
     safetensors_bytes,
 )
 from metaleader.live.serve.description import description
 from metaleader.live.serve.guard import Guard, error_response
 from metaleader.live.serve.page import HEADERS, PAGE
+from metaleader.live.serve.requests import (
+    LONGEST_NAME,
+    accepted_type,
+    argument,
+    integer,
+    name_in_path,
+    read_request,
+)
 from metaleader.live.serve.service import RefusedError, Service
 from metaleader.tasks import Tree
 
-_LONGEST_NAME = 500
-_LARGE = 2**16
 _LISTED, _MOST_LISTED, _SET_ASIDE = 1000, 10_000, 50
 
 
@@ -79,9 +84,9 @@ def make_app(service: Service, *, tokens: Sequence[bytes] = (), hosts: Sequence[
 
 async def infer(request: Request) -> Response:
     """Predict for a task."""
-    service, task, name = _service(request), _name(request, "task"), _query(request, "name")
-    accept = _accepted(request)
-    body = await _body(request)
+    service, task, name = _service(request), name_in_path(request, "task"), argument(request, "name")
+    accept = accepted_type(request)
+    body = await read_request(request, service.limits)
     check_names(body.tensors, "x")
     outputs = body.outputs or ["y"]
     if outputs not in (["y"], ["y", "variance"]):
@@ -97,33 +102,33 @@ async def infer(request: Request) -> Response:
 
 async def observe(request: Request) -> Response:
     """Store datapoints of a task."""
-    service, task = _service(request), _name(request, "task")
+    service, task = _service(request), name_in_path(request, "task")
     key = request.headers.get("idempotency-key")
-    if key is not None and not 0 < len(key) <= _LONGEST_NAME:
-        raise ValueError(f"an idempotency key has 1 to {_LONGEST_NAME} characters, got {len(key)}")
-    body = await _body(request)
+    if key is not None and not 0 < len(key) <= LONGEST_NAME:
+        raise ValueError(f"an idempotency key has 1 to {LONGEST_NAME} characters, got {len(key)}")
+    body = await read_request(request, service.limits)
     check_names(body.tensors, "x", "y")
     return JSONResponse({"task": task, "stored": await service.observe(task, body.tensors, key)})
 
 
 async def label(request: Request) -> Response:
     """Give the targets of a named prediction."""
-    service, name = _service(request), _name(request, "name")
-    body = await _body(request)
+    service, name = _service(request), name_in_path(request, "name")
+    body = await read_request(request, service.limits)
     check_names(body.tensors, "y")
     return JSONResponse({"prediction": name, "stored": await service.label(name, body.tensors)})
 
 
 async def forget(request: Request) -> Response:
     """Delete all data of a task."""
-    task = _name(request, "task")
+    task = name_in_path(request, "task")
     await _service(request).forget(task)
     return JSONResponse({"task": task, "deleted": True})
 
 
 async def readmit(request: Request) -> Response:
     """Draw a task again that was set aside."""
-    task = _name(request, "task")
+    task = name_in_path(request, "task")
     await _service(request).readmit(task)
     return JSONResponse({"task": task, "readmitted": True})
 
@@ -133,7 +138,7 @@ async def readmit(request: Request) -> Response:
 
 async def list_tasks(request: Request) -> Response:
     """List the tasks with data."""
-    limit, offset = _integer(request, "limit", _LISTED, _MOST_LISTED), _integer(request, "offset", 0, 2**63)
+    limit, offset = integer(request, "limit", _LISTED, _MOST_LISTED), integer(request, "offset", 0, 2**63)
     tasks = await _service(request).tasks()
     listed = dict(list(tasks.items())[offset : offset + limit])
     return JSONResponse({"total": len(tasks), "offset": offset, "tasks": listed})
@@ -141,7 +146,7 @@ async def list_tasks(request: Request) -> Response:
 
 async def model_metadata(request: Request) -> Response:
     """Describe the inputs and outputs of a task."""
-    service, task = _service(request), _name(request, "task")
+    service, task = _service(request), name_in_path(request, "task")
     stored = service.source.learner.memory.store.data
     inputs = [] if stored is None else _described(stored.x, "x")
     outputs = [] if stored is None else _described(stored.y, "y")
@@ -159,7 +164,7 @@ async def model_metadata(request: Request) -> Response:
 
 async def model_ready(request: Request) -> Response:
     """State whether a task can be predicted for: any, if the server is ready."""
-    return await _readiness(request, {"name": _name(request, "task")})
+    return await _readiness(request, {"name": name_in_path(request, "task")})
 
 
 async def server_metadata(request: Request) -> Response:
@@ -243,75 +248,6 @@ ROUTES = [
 
 def _service(request: Request) -> Service:
     return request.app.state.service
-
-
-def _name(request: Request, kind: str) -> str:
-    name = request.path_params[kind]
-    if not _is_name(name):
-        raise ValueError(f"the name of a {kind} has at most {_LONGEST_NAME} printable characters; got {name[:60]!r}")
-    return name
-
-
-def _is_name(text: str) -> bool:
-    """Whether a text may be a name; bytes that are not UTF-8 have become U+FFFD."""
-    return 0 < len(text) <= _LONGEST_NAME and text.isprintable() and "\ufffd" not in text
-
-
-def _query(request: Request, name: str) -> str | None:
-    """The one argument that a query may have."""
-    unknown = sorted(request.query_params.keys() - {name})
-    if unknown or len(request.query_params.getlist(name)) > 1:
-        raise ValueError(f"the query may have one argument, {name!r}; got {request.url.query[:60]!r}")
-    value = request.query_params.get(name)
-    if value is not None and not _is_name(value):
-        raise ValueError(f"{name!r} must have 1 to {_LONGEST_NAME} printable characters, got {value[:60]!r}")
-    return value
-
-
-def _integer(request: Request, name: str, default: int, largest: int) -> int:
-    text = request.query_params.get(name, str(default))
-    if not (text.isascii() and text.isdecimal()) or len(text) > 20 or int(text) > largest:
-        raise ValueError(f"{name} must be an integer from 0 to {largest}, got {text[:60]!r}")
-    return int(text)
-
-
-async def _body(request: Request) -> Body:
-    """The body of a request, within the limits."""
-    limits, kind = _service(request).limits, request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind not in (JSON, SAFETENSORS):
-        raise RefusedError(415, f"the content type must be {JSON} or {SAFETENSORS}, got {kind[:60]!r}")
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise RefusedError(415, "the body must not be compressed")
-    too_large = RefusedError(413, f"the body has more than {limits.body} bytes, the limit; send it in parts")
-    length = request.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length) > limits.body:
-        raise too_large
-    chunks, size = [], 0
-    try:
-        async with asyncio.timeout(limits.seconds):
-            async for chunk in request.stream():
-                chunks.append(chunk)
-                size += len(chunk)
-                if size > limits.body:
-                    raise too_large
-    except TimeoutError as error:
-        raise RefusedError(408, f"the body did not arrive within {limits.seconds:g} seconds") from error
-    content = b"".join(chunks)
-    if size <= _LARGE:
-        return read_body(content, kind)
-    # In a thread, so that other requests do not wait.
-    return await asyncio.get_running_loop().run_in_executor(None, read_body, content, kind)
-
-
-def _accepted(request: Request) -> str:
-    """The media type of the response: the first that is accepted, else that of the request."""
-    accepted = request.headers.get("accept", "").lower()
-    kinds = [kind.partition(";")[0].strip() for kind in accepted.split(",")]
-    found = next((kind for kind in kinds if kind in (JSON, SAFETENSORS)), None)
-    if found is None and not {"", "*/*", "application/*"} & {*kinds}:
-        raise RefusedError(406, f"predictions are {JSON} or {SAFETENSORS}, not {accepted[:60]}")
-    own = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return found or (SAFETENSORS if own == SAFETENSORS else JSON)
 
 
 def _predictions(
