@@ -1,6 +1,10 @@
-"""Algorithms of online meta-learning on sinusoids, each with the settings of its own that `metaleader tune` chooses.
+r"""Algorithms of online meta-learning compared on sinusoids, with equal tuning effort and seeds that were not tuned on.
 
-Run it with `metaleader run examples/algorithms.py`, or with settings that were tuned; see docs/results/algorithms.md.
+    metaleader tune examples/algorithms.py --search all.meta_lr=log:3e-4..0.01 --search proximal.strength=log:0.01..1 \
+        --search inner_lr=log:0.003..0.3 --methods ftml,variable,ftml-rates,streaming,proximal,reptile --out runs/tune
+    metaleader run runs/tune/tuned.py --seeds 10 --out runs/algorithms
+
+`bayes` and `toe` have no inner step size: tune them with the first range alone.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The methods of algorithms.py on Rainbow digits: 10 classes under changing looks. Read docs/results/algorithms.md."""
+"""The methods of algorithms.py on Rainbow digits: 10 classes under changing looks; the commands are the same."""
 
 import functools
 

@@ -167,12 +167,11 @@ def main(name="sinusoid", seeds=3, tasks=None, updates=10):
         for method, learner in learners.items():
             found = errors(learner, stream, lengths)
             results.setdefault(method, []).append(float(found[len(found) // 2 :].mean()))
-            segments = f", {len(learner.segments)} segments" if isinstance(learner, Changepoints) else ""
-            print(f"seed {seed}, {method}: {results[method][-1]:.4f}{segments} of {len(stream)} tasks", flush=True)
+            counts = f", {len(learner.segments) + 1} segments" if isinstance(learner, Changepoints) else ""
+            print(f"seed {seed}, {method}: {results[method][-1]:.4f}{counts}, {len(stream)} tasks", flush=True)
     for method, values in results.items():
-        print(
-            f"{method}: {np.mean(values):.4f} ± {np.std(values, ddof=1) / len(values) ** 0.5 if seeds > 1 else 0:.4f}"
-        )
+        spread = f" ± {np.std(values, ddof=1) / seeds**0.5:.4f}" if seeds > 1 else ""
+        print(f"{method}: {np.mean(values):.4f}{spread}")
     return results
 
 

@@ -1,5 +1,6 @@
 """The examples run and show what they say."""
 
+import itertools
 import json
 import runpy
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 import metaleader as ml
 from metaleader.checks import check_learner
@@ -139,3 +141,51 @@ def test_schools(capsys, tmp_path, monkeypatch):
     assert errors[15:, -1].mean() < 0.7 * errors[:5, 0].mean()
     assert "schools 11 to 25: squared error" in capsys.readouterr().out
     assert (tmp_path / "schools.png").stat().st_size > 5000
+
+
+def test_the_example_of_changepoints_runs(capsys):
+    example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "changepoints.py"))
+    for name in ("sinusoid", "digits"):
+        assert list(example["main"](name, 1, tasks=2, updates=1)) == [
+            "true boundaries",
+            "changepoints",
+            "joint training",
+        ]
+
+
+@pytest.mark.torture
+def test_changepoints(capsys):
+    example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "changepoints.py"))
+    results = example["main"]("sinusoid", 1, tasks=12)
+    assert list(results) == ["true boundaries", "changepoints", "joint training"]
+    assert results["changepoints"][0] < results["joint training"][0] / 2
+    out = capsys.readouterr().out
+    assert "true boundaries: " in out
+    assert ", 12 segments, 12 tasks" in out  # the ceiling has the true ones
+
+
+def test_the_belief_of_changepoints_is_the_sum_over_all_segmentations():
+    example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "changepoints.py"))
+    make = example["Changepoints"]
+    make.observe.__globals__.update(SMALLEST=0.0, CERTAIN=100)
+    network, hazard = lambda: ml.models.mlp(1, 1, [4]), example["HAZARD"]
+    learner = make(ml.FTML(network, ml.losses.squared_error, adaptation=ml.BayesianHead()))
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.rand(5, 1, generator=draw), torch.rand(5, 1, generator=draw) + torch.tensor([0, 0, 0, 3, 3])[:, None]
+    other = make(learner.learner)
+    expected = dict.fromkeys(range(1, 6), 0.0)
+    for changes in itertools.product([False, True], repeat=5):
+        probability, since = 1.0, 0
+        for t, change in enumerate(changes):
+            # Before the first datapoint, a change makes no difference.
+            since = t if change else since
+            probability *= hazard if change else 1 - hazard
+            other.x, other.y = x[since:t], y[since:t]
+            mean, variance = other._predicted(t - since, x[t : t + 1])
+            probability *= float(torch.distributions.Normal(mean, variance.sqrt()).log_prob(y[t]).exp())
+        expected[5 - since] += probability
+    for t in range(5):
+        learner.observe(x[t : t + 1], y[t : t + 1])
+    total = sum(expected.values())
+    assert learner.belief == {number: pytest.approx(value / total, rel=1e-4) for number, value in expected.items()}
+    assert max(learner.belief, key=learner.belief.__getitem__) == 2
