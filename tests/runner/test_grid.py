@@ -171,7 +171,7 @@ def test_damaged_grids_are_refused(file, status, tmp_path, change, message):
 @pytest.mark.torture
 def test_a_grid_whose_process_is_killed_resumes(file, status, tmp_path):
     folder = tmp_path / "grid"
-    settings = ["--set", "tasks=30", "--set", "toe.meta_lr=0.01,0.02,0.03", "--jobs", "2", "--seeds", "2"]
+    settings = ["--set", "stream.tasks=30", "--set", "toe.meta_lr=0.01,0.02,0.03", "--jobs", "2", "--seeds", "2"]
     command = [sys.executable, "-m", "metaleader", "grid", str(file), *settings, "--out", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while not any(path.stat().st_size > 200 for path in folder.glob("*/records.csv")):
@@ -183,4 +183,4 @@ def test_a_grid_whose_process_is_killed_resumes(file, status, tmp_path):
     assert status("resume", folder)[0] == 0
     for lr in ("0.01", "0.02", "0.03"):
         found = tiny.results(folder / f"toe.meta_lr={lr}")
-        assert found == plain_run(file, tmp_path / lr, "tasks=30", f"toe.meta_lr={lr}")
+        assert found == plain_run(file, tmp_path / lr, "stream.tasks=30", f"toe.meta_lr={lr}")
