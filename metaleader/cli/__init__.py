@@ -21,6 +21,7 @@ from metaleader.cli.show import show as _show
 from metaleader.cli.status import status as _status
 from metaleader.cli.theory import theory as _theory
 from metaleader.cli.tune import tune as _tune
+from metaleader.distributed.group import is_launched
 from metaleader.system.interrupts import raised_once, tell
 from metaleader.system.machine import keep_memory, versions
 
@@ -66,6 +67,8 @@ def _main(arguments: Sequence[str]) -> None:
             if given == "" or re.fullmatch(r"--[\w-]+=", given):
                 after = f" after {arguments[number - 2]}" if number > 1 else ""
                 raise ValueError(f"argument {number}, {given!r}{after}, is empty; give it a value, or leave it out")
+        if is_launched() and [*arguments][:1] not in (["run"], ["resume"]):
+            raise ValueError("torchrun starts several processes, for `run` and `resume`; start this command alone")
         try:
             status = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="metaleader", args=arguments)
         finally:
@@ -75,7 +78,8 @@ def _main(arguments: Sequence[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (ValueError, OSError, ImportError) as error:  # ImportError: an extra is not installed
-        print(f"metaleader: {error}", file=sys.stderr)
+        rank = f"rank {os.environ['RANK']}: " if is_launched() else ""
+        print(f"metaleader: {rank}{error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(tell())

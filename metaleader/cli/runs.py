@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from metaleader.distributed.group import is_launched, launched_group
 from metaleader.report.claims import check_claims
 from metaleader.report.page import report_runs
 from metaleader.runner import RunOptions, join_experiments, resume_experiment, run_experiment
@@ -36,7 +37,8 @@ def run(
         options: the experiment and how it is run.
         out: The run folder; runs/NAME if not given, NAME being that of the preset or of the file.
     """
-    run_experiment(options, out or _folder_of(options))
+    with launched_group():
+        run_experiment(options, out or _folder_of(options))
 
 
 def grid(
@@ -80,6 +82,10 @@ def resume(
     Returns:
         The exit status: 1 if a cell of a grid failed.
     """
+    if is_launched():
+        with launched_group():
+            resume_experiment(folder, experiment)
+        return 0
     if is_grid(folder):
         return 1 if resume_grid(folder, experiment) else 0
     if is_tune(folder):

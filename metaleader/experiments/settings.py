@@ -24,6 +24,7 @@ from metaleader.system.builders import (
 SIZES = ("tasks", "order", "meta_steps", "reveal", "reveals", "gamma", "panels", "steps", "error_name", "threads")
 # Arguments that the run passes, and those that no text can express.
 _RUN = {"seed": "--first-seed and --seeds", "data": "--data", "device": "--device", "engine": "--engine"}
+_RUN |= {"shards": "--shards"}
 _FUNCTIONS = ("model", "loss")
 
 

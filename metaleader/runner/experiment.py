@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from metaleader.distributed.group import Group, current_group
 from metaleader.engine.determinism import seeded
 from metaleader.engine.engine import Engine
 from metaleader.evaluate import Record, has_labels, play_together, preload
@@ -27,9 +28,11 @@ from metaleader.report.page import report_runs
 from metaleader.report.progress import Display, result_table
 from metaleader.report.tensorboard import TensorBoard
 from metaleader.runner.plan import Plan, RunOptions, planned
+from metaleader.runner.processes import agree_on_run, check_same_options, output_of_first, was_restarted
 from metaleader.runs.folder import Config
 from metaleader.runs.join import join_runs
 from metaleader.runs.run import Run
+from metaleader.runs.shared import SharedRun, open_run
 from metaleader.streams.base import View
 from metaleader.system import machine
 from metaleader.system.builders import located
@@ -50,12 +53,21 @@ def run_experiment(options: RunOptions, folder: Path, on_record: OnRecord | None
     Raises:
         ValueError: for an unknown experiment, method or setting, or a value that is refused; nothing is then written.
     """
-    plan = planned(options)
-    if plan.experiment.threads is not None:
-        machine.set_threads(plan.experiment.threads)
-    with Run(folder, _config(plan)) as run:
-        _play(run, plan, on_record)
-    _finish(folder)
+    group = current_group()
+    with output_of_first(group):
+        plan = planned(options)
+        if plan.experiment.threads is not None or (plan.options.shards > 1 and plan.options.device == "cpu"):
+            # One thread, so that the records do not depend on the number of processes.
+            machine.set_threads(plan.experiment.threads or 1)
+        agree_on_run(group, plan, _config(plan))
+        if was_restarted(group, folder):
+            with open_run(folder, None, group) as run:
+                check_same_options(_options_of(run.config, plan.source.file), plan.options, folder)
+            resume_experiment(folder, plan.source.file, on_record)
+            return
+        with open_run(folder, _config(plan), group) as run:
+            _play(run, plan, on_record)
+        _finish_first(group, folder)
 
 
 def resume_experiment(folder: Path, file: Path | None = None, on_record: OnRecord | None = None) -> None:
@@ -66,20 +78,22 @@ def resume_experiment(folder: Path, file: Path | None = None, on_record: OnRecor
         file: the experiment file, if it has moved; it must be unchanged.
         on_record: as in `run_experiment`.
     """
-    with Run(folder) as run:
-        found = experiment_file(folder, run.config, file, run.finished)
-        if found is not None and not found.exists() and run.finished():
-            print(f"note: the experiment file {found} is missing")
-        else:
-            plan = resumed_plan(run.config, found)
-            machine.set_threads(run.config["threads"])
-            if not run.finished():
-                _play(run, plan, on_record)
-                _finish(folder)
-                return
-        run.check_records()
-        print(f"{folder} is finished: there is nothing to resume")
-    _finish(folder)
+    group = current_group()
+    with output_of_first(group):
+        with open_run(folder, None, group) as run:
+            found = experiment_file(folder, run.config, file, run.finished)
+            if found is not None and not found.exists() and run.finished():
+                print(f"note: the experiment file {found} is missing")
+            else:
+                plan = resumed_plan(run.config, found)
+                machine.set_threads(run.config["threads"])
+                if not run.finished():
+                    _play(run, plan, on_record)
+                    _finish_first(group, folder)
+                    return
+            run.check_records()
+            print(f"{folder} is finished: there is nothing to resume")
+        _finish_first(group, folder)
 
 
 def resumed_plan(config: Config, file: Path | None) -> Plan:
@@ -95,7 +109,7 @@ def join_experiments(folders: Sequence[Path], folder: Path) -> None:
     _finish(folder)
 
 
-def _play(run: Run, plan: Plan, on_record: OnRecord | None) -> None:
+def _play(run: Run | SharedRun, plan: Plan, on_record: OnRecord | None) -> None:
     """Play all rounds that the run has not played yet."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -121,7 +135,7 @@ def _play(run: Run, plan: Plan, on_record: OnRecord | None) -> None:
 
 
 def _play_method(
-    method: str, run: Run, plan: Plan, streams: Sequence[View], display: Display
+    method: str, run: Run | SharedRun, plan: Plan, streams: Sequence[View], display: Display
 ) -> Iterator[tuple[int, Record]]:
     """Play the rounds of a method; yields the seed and the record of each that has been saved."""
     saved = run.checkpoint(method)
@@ -186,6 +200,11 @@ def play_round(
             parts=experiment.parts,
             start=t,
         )
+
+
+def _finish_first(group: Group, folder: Path) -> None:
+    if group.rank == 0:
+        _finish(folder)
 
 
 def _finish(folder: Path) -> None:

@@ -17,13 +17,14 @@ from metaleader.experiments.experiment import Experiment
 from metaleader.experiments.files import Source, load_experiment
 from metaleader.experiments.settings import with_settings
 from metaleader.learners import Learner
+from metaleader.learners.options import check_integer
 from metaleader.presets import PRESETS
 from metaleader.report.tensorboard import summary_writer
 from metaleader.runs.folder import Schedule
 from metaleader.streams import reorder
 from metaleader.streams.datasets.registry import data_folder
 from metaleader.system import machine
-from metaleader.system.builders import call_with, explained, unknown
+from metaleader.system.builders import call_with, explained, settable, takes_any, unknown
 from metaleader.tasks import Task, TaskStream, num_rows, rng
 
 # On the command line, names of methods are separated by commas.
@@ -72,6 +73,8 @@ class RunOptions:
     """The first seed; the others follow it."""
     regret: bool = False
     """Follow the regret protocol: measure each round before the learner trains on its data."""
+    shards: int = 1
+    """Divide the tasks of an update into this many parts, which the processes of torchrun share out among them."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Plan:
 
     def learner(self, method: str, seed: int, **given: Any) -> Any:
         """The learner of a method and a seed."""
-        return make_learner(self.experiment, method, seed=seed, **given)
+        return make_learner(self.experiment, method, seed=seed, shards=self.options.shards, **given)
 
 
 def find_experiment(name: str, schedule: Any = "standard") -> Source:
@@ -159,7 +162,8 @@ def planned(options: RunOptions) -> Plan:
             experiment = experiment.sized(stream)
             _check_stream(stream, experiment)
     assert experiment.tasks is not None
-    samples = {name: make_learner(experiment, name, seed=options.first_seed) for name in methods}
+    check_integer("shards", options.shards, 1)
+    samples = {name: make_learner(experiment, name, seed=options.first_seed, shards=options.shards) for name in methods}
     for name, learner in samples.items():
         if options.regret and not hasattr(learner, "update"):
             raise ValueError(f"--regret needs learners with update(); {name} has none: leave it out with --methods")
@@ -184,11 +188,15 @@ def make_stream(experiment: Experiment, seed: int, data: str | None) -> TaskStre
         return stream if experiment.order is None else reorder(stream, experiment.order, seed)
 
 
-def make_learner(experiment: Experiment, method: str, *, seed: int, **given: Any) -> Any:
+def make_learner(experiment: Experiment, method: str, *, seed: int, shards: int = 1, **given: Any) -> Any:
     """The learner of a method and a seed; `given` are `device` and `engine`."""
     start = int(rng(f"experiment {method}", seed).integers(2**62))
     with explained(f"method {method!r} cannot be made"), seeded(start):
         make = experiment.all_methods[method]
+        if shards > 1:
+            if not takes_any(make.make) and "shards" not in settable(make.make):
+                raise ValueError("it takes no shards; leave it out with --methods, or run without --shards")
+            given["shards"] = shards
         learner = make(experiment.network, experiment.loss, meta_steps=experiment.meta_steps, seed=seed, **given)
         for name in ("begin", "observe", "adapt"):
             if not callable(getattr(learner, name, None)):

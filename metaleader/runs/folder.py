@@ -73,6 +73,7 @@ class Config(TypedDict):
     set: list[str]
     first_seed: int
     regret: bool
+    shards: int
     file: str | None
     sha256: str | None
     imports: dict[str, Any]
@@ -132,6 +133,7 @@ def read_config(folder: str | os.PathLike[str]) -> Config:
     if config["format"] == 1 and "preset" in config:
         config = {("experiment" if name == "preset" else name): value for name, value in config.items()}
         config = _NEW | config
+    config.setdefault("shards", 1)
     _check_types(path, config, Config)
     if not 1 <= config["threads"] <= MAX_THREADS:
         raise ValueError(f"{path}: threads must lie in 1..{MAX_THREADS}, got {config['threads']!r}; change it")
