@@ -85,6 +85,7 @@ def made_config(records=(), preset="rainbow-mnist", **config):
         "set": [],
         "first_seed": 0,
         "regret": False,
+        "shards": 1,
         "file": None,
         "sha256": None,
         "imports": {},

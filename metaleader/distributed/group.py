@@ -12,12 +12,13 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+R = TypeVar("R")
 # Seconds that a process waits for the others, unless METALEADER_TIMEOUT names another number.
 _TIMEOUT = 600.0
 
@@ -89,6 +90,21 @@ class Group:
             return None if size is None else b""
         buffer = bytearray(content) if self.rank == 0 and content is not None else bytearray(size)
         return self.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, what).numpy().tobytes()
+
+    def on_first(self, call: Callable[[], R], what: str) -> R | None:
+        """The result of a function on rank 0, where alone it is called; an error there is raised on all processes."""
+        result, error = None, None
+        if self.rank == 0:
+            try:
+                result = call()
+            except (ValueError, OSError) as raised:
+                error = raised
+        text = self.exchange(None if error is None else str(error), what)[0]
+        if error is not None:
+            raise error
+        if text is not None:
+            raise ValueError(f"rank 0 has failed: {text}")
+        return result
 
     def _device(self, tensor: Tensor) -> torch.device:
         """Where a tensor must be to be sent."""

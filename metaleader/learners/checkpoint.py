@@ -82,7 +82,8 @@ def save_learner(learner: Learner, path: str | os.PathLike[str]) -> None:
     loss = None
     with contextlib.suppress(Exception):  # a failed comparison must not prevent saving
         loss = _latest_loss(learner)
-    save_tree(path, tree | {"loss": loss, "state": learner.state_dict()}, _FILE, _FILE_VERSION)
+    tree |= {"loss": loss, "state": learner.state_dict()}
+    learner.sharding.group.on_first(lambda: save_tree(path, tree, _FILE, _FILE_VERSION), f"saving {path}")
 
 
 def subclass_settings(learner: Learner) -> dict[str, Any]:

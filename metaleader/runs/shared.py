@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from metaleader.distributed.group import Group
 from metaleader.evaluate import Record
@@ -14,7 +14,6 @@ from metaleader.runs.folder import Config
 from metaleader.runs.run import Run
 from metaleader.system.trees import tree_from_bytes, tree_to_bytes
 
-R = TypeVar("R")
 # Of a checkpoint that is sent to another process
 _KIND, _VERSION = "metaleader-sent-checkpoint", 1
 
@@ -33,7 +32,7 @@ class SharedRun:
     def __init__(self, folder: str | os.PathLike[str], config: dict[str, Any] | None, group: Group) -> None:
         self.folder, self._group = Path(folder), group
         self._run: Run | None = None
-        self._run = self._on_first(lambda: Run(folder, config), "the run folder")
+        self._run = self._group.on_first(lambda: Run(folder, config), "the run folder")
         text = None if self._run is None else json.dumps(self._run.config).encode()
         self.config: Config = json.loads(group.first(text, "the configuration") or b"{}")
 
@@ -44,40 +43,25 @@ class SharedRun:
         if self._run is not None:
             self._run.__exit__(*details)
 
-    def _on_first(self, call: Callable[[], R], what: str) -> R | None:
-        """Call a function on rank 0."""
-        result, error = None, None
-        if self._group.rank == 0:
-            try:
-                result = call()
-            except (ValueError, OSError) as raised:
-                error = raised
-        text = self._group.exchange(None if error is None else str(error), what)[0]
-        if error is not None:
-            raise error
-        if text is not None:
-            raise ValueError(f"rank 0 has failed: {text}")
-        return result
-
     def checkpoint(self, method: str) -> dict[str, Any] | None:
         """The last checkpoint of a method; None before the first."""
-        tree = self._on_first(lambda: self._first.checkpoint(method), "a checkpoint")
+        tree = self._group.on_first(lambda: self._first.checkpoint(method), "a checkpoint")
         content = None if tree is None else tree_to_bytes(tree, _KIND, _VERSION)
         content = self._group.first(content, "a checkpoint")
         return None if content is None else tree_from_bytes(content, "the checkpoint of rank 0", _KIND, _VERSION)
 
     def finished(self) -> bool:
         """Whether every method has played all its rounds."""
-        finished = self._on_first(lambda: self._first.finished(), "the end of the run")
+        finished = self._group.on_first(lambda: self._first.finished(), "the end of the run")
         return self._group.exchange(finished, "the end of the run")[0]
 
     def rewind(self, rounds: int, more: Iterable[str] = ()) -> None:
         """Truncate the records to the last checkpoint."""
-        self._on_first(lambda: self._first.rewind(rounds, more), "the records")
+        self._group.on_first(lambda: self._first.rewind(rounds, more), "the records")
 
     def check_records(self) -> None:
         """Raise ValueError if the records are not those that the last checkpoint states."""
-        self._on_first(lambda: self._first.check_records(), "the records")
+        self._group.on_first(lambda: self._first.check_records(), "the records")
 
     def save(
         self,
@@ -90,7 +74,7 @@ class SharedRun:
     ) -> None:
         """Save a finished round."""
         arguments = method, played, records, state, seconds, peak_mb
-        self._on_first(lambda: self._first.save(*arguments), f"the end of round {played - 1}")
+        self._group.on_first(lambda: self._first.save(*arguments), f"the end of round {played - 1}")
 
     @property
     def _first(self) -> Run:
