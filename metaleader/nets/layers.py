@@ -100,15 +100,13 @@ class Conv2d(nn.Module):
         filters, _, high, wide = self.weight.shape
         x = F.pad(x, (pad_x, pad_x, pad_y, pad_y))
         height, width = (x.shape[2] - high) // down + 1, (x.shape[3] - wide) // across + 1
-        if is_traced():  # slices, which the compiler fuses
-            taps = [
-                x[:, :, i : i + down * (height - 1) + 1 : down, j : j + across * (width - 1) + 1 : across]
-                for i in range(high)
-                for j in range(wide)
-            ]
-            columns = torch.stack(taps, 2).permute(1, 2, 0, 3, 4)
-        else:
-            columns = x.unfold(2, high, down).unfold(3, wide, across).permute(1, 4, 5, 0, 2, 3)
+        # Slices: the second derivative of `Tensor.unfold` has no batching rule, and compilers fuse them.
+        taps = [
+            x[:, :, i : i + down * (height - 1) + 1 : down, j : j + across * (width - 1) + 1 : across]
+            for i in range(high)
+            for j in range(wide)
+        ]
+        columns = torch.stack(taps, 2).permute(1, 2, 0, 3, 4)
         columns = columns.reshape(channels * high * wide, num * height * width)
         out = (self.weight.reshape(filters, -1) @ columns).view(filters, num, height, width).transpose(0, 1)
         return out if self.bias is None else out + self.bias.view(1, -1, 1, 1)
