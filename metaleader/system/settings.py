@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 _C: Any = torch._C
+
+_CONTEXT_EXIT = contextlib._GeneratorContextManager.__exit__.__code__
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,6 +71,8 @@ def keeps_settings(function: F) -> F:
         try:
             return function(*arguments, **options)
         except BaseException as error:
+            if not isinstance(error, Exception):
+                _close_contexts(error)
             before.restore()
             interrupt = _interrupt_behind(error, outer)
             if interrupt is not None:
@@ -75,6 +80,15 @@ def keeps_settings(function: F) -> F:
             raise
 
     return cast(F, call)
+
+
+def _close_contexts(error: BaseException) -> None:
+    """End the contexts whose end was interrupted; Python would end them when the traceback is freed, at any moment."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        if frame.f_code is _CONTEXT_EXIT:
+            with contextlib.suppress(Exception):
+                frame.f_locals["self"].gen.close()
 
 
 def _interrupt_behind(error: BaseException, outer: BaseException | None) -> KeyboardInterrupt | None:

@@ -41,6 +41,7 @@ def main(most: int | None) -> int:
         parts = {
             "interrupts at lines of the package": lambda: attack_learners(inside=["metaleader/"], most=most),
             "interrupts at any line, libraries included": lambda: attack_learners(most=most),
+            "signals during calls": lambda: attack_learners(signals=most or 1000),
             "faults at system calls": lambda: with_faults(folder / "faults", most),
             "flipped bits": lambda: attack_flips(folder, most or 1000),
             "SIGINT while the command line starts": lambda: attack_startup(min(most or 100, 100)),

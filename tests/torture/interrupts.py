@@ -9,6 +9,7 @@ import dis
 import functools
 import os
 import random
+import signal
 import sys
 import types
 import warnings
@@ -74,6 +75,28 @@ def interrupted_at(call: Callable[[], object], site: Site) -> bool:
     with contextlib.suppress(KeyboardInterrupt):
         _traced(call, trace)
     return raised
+
+
+def signalled_after(call: Callable[[], object], seconds: float) -> bool:
+    """Run a call and raise KeyboardInterrupt by a signal after some seconds; returns whether it came in time."""
+    under_way = True
+
+    def interrupt(*_: object) -> None:
+        if under_way:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        call()
+        under_way = False
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        under_way = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _traced(call: Callable[[], object], trace: Any) -> None:

@@ -1,8 +1,11 @@
 """Interrupt learners at the lines that their calls run, and compare them with the learner before and after the call."""
 
 import copy
+import functools
 import hashlib
+import random
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torture.interrupts import changes, interrupted_at, lines_of, process_state, repair
+from torture.interrupts import changes, interrupted_at, lines_of, process_state, repair, signalled_after
 from torture.tally import Tally
 
 import metaleader as ml
@@ -127,6 +130,7 @@ def attack_learners(
     names: Sequence[str] | None = None,
     inside: Sequence[str] = ("",),
     most: int | None = None,
+    signals: int = 0,
 ) -> Tally:
     """Interrupt calls of learners.
 
@@ -135,6 +139,7 @@ def attack_learners(
         names: of calls; all if None.
         inside: parts of the paths of the files to interrupt in.
         most: the number of lines per call, evenly spread; all if None.
+        signals: instead of lines, the number of signals per call, at random moments.
     """
     tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
@@ -144,11 +149,37 @@ def attack_learners(
             other.observe(*_data(kind, 9))
             for name, call in _calls(kind, other.state_dict(), Path(folder) / "learner.safetensors").items():
                 if names is None or name in names:
-                    tally += _attack(kind, name, call, base, inside, most)
+                    moments = _signals(call, base, signals) if signals else _lines(call, base, inside, most)
+                    tally += _attack(kind, name, call, base, moments)
     return tally
 
 
-def _attack(kind: str, name: str, call: Call, base: Any, inside: Sequence[str], most: int | None) -> Tally:
+# A moment: its name, and a function that runs a call with an interrupt then
+Moment = tuple[object, Callable[[Callable[[], object]], bool]]
+
+
+def _lines(call: Call, base: Any, inside: Sequence[str], most: int | None) -> list[Moment]:
+    learner = copy.deepcopy(base)
+    call(learner)  # what is built once is built
+    learner = copy.deepcopy(base)
+    sites = lines_of(lambda: call(learner), inside)
+    sites = sites if most is None else sites[:: max(1, len(sites) // most)]
+    return [(site, functools.partial(interrupted_at, site=site)) for site in sites]
+
+
+def _signals(call: Call, base: Any, num: int) -> list[Moment]:
+    durations = []
+    for _ in range(3):
+        learner = copy.deepcopy(base)
+        start = time.perf_counter()
+        call(learner)
+        durations.append(time.perf_counter() - start)
+    draw, longest = random.Random(0), min(durations)
+    seconds = [1e-6 + longest * draw.random() for _ in range(num)]
+    return [(f"{moment:.6f} s", functools.partial(signalled_after, seconds=moment)) for moment in seconds]
+
+
+def _attack(kind: str, name: str, call: Call, base: Any, moments: Sequence[Moment]) -> Tally:
     tally, outcomes = Tally(), {}
     for changed in (False, True):
         learner = copy.deepcopy(base)
@@ -156,14 +187,13 @@ def _attack(kind: str, name: str, call: Call, base: Any, inside: Sequence[str], 
             call(learner)
         digest = _digest(learner)
         outcomes[digest] = _future(kind, learner)
-    learner, before = copy.deepcopy(base), process_state()
-    sites = lines_of(lambda: call(learner), inside)
-    for site in sites if most is None else sites[:: max(1, len(sites) // most)]:
+    before = process_state()
+    for moment, interrupt in moments:
         learner = copy.deepcopy(base)
         tensors = _tensors(learner)
         error = None
         try:
-            if not interrupted_at(lambda learner=learner: call(learner), site):
+            if not interrupt(lambda learner=learner: call(learner)):
                 continue
         except Exception as raised:
             error = raised
@@ -180,5 +210,5 @@ def _attack(kind: str, name: str, call: Call, base: Any, inside: Sequence[str], 
         except Exception as raised:
             error = raised
         repair(before)
-        tally.note(f"{kind}: {name} interrupted at {site}", "; ".join(problems) or None, silent=True, error=error)
+        tally.note(f"{kind}: {name} interrupted at {moment}", "; ".join(problems) or None, silent=True, error=error)
     return tally

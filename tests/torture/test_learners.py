@@ -1,5 +1,8 @@
 """Learners after interrupts; the short form of the attack that `make torture` runs in full."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -104,3 +107,39 @@ def test_an_error_after_an_interrupt_that_was_handled_stays() -> None:
 def test_an_interrupt_that_torch_turns_into_another_error_is_not_taken_for_bad_data() -> None:
     tally = attack_learners(["bayes"], ["update"], ["torch/_functorch/predispatch", "torch/_functorch/vmap"], 12)
     assert (tally.tries > 5, tally.lines) == (True, [])
+
+
+def test_calls_that_are_interrupted_by_a_signal_leave_the_learner() -> None:
+    tally = attack_learners(["n-way"], ["observe"], signals=15)
+    assert (tally.tries > 0, tally.lines) == (True, [])
+
+
+def test_a_context_whose_end_was_interrupted_ends_before_the_call_does() -> None:
+    done: list[str] = []
+    held: list[KeyboardInterrupt] = []
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            done.append("end")
+
+    @keeps_settings
+    def call() -> None:
+        with context():
+            done.append("body")
+
+    def keeps_the_traceback() -> None:
+        try:
+            call()
+        except KeyboardInterrupt as error:
+            held.append(error)
+            raise
+
+    sites = lines_of(keeps_the_traceback, ["contextlib.py"])
+    for site in sites:
+        done.clear()
+        interrupted_at(keeps_the_traceback, site)
+        assert done in ([], ["body", "end"]), site
+    assert len(held) == len(sites) > 5
