@@ -67,6 +67,8 @@ def keeps_settings(function: F) -> F:
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():  # traced, not run
+            return function(*arguments, **options)
         before, outer = _Thread.now(), sys.exc_info()[1]
         try:
             return function(*arguments, **options)
