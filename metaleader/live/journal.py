@@ -23,17 +23,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from metaleader.live.sqlite import check_format, connect, truncate_log
 from metaleader.system.files import sync_folder, write_atomic
 
-FORMAT = 1
 NAME, MARK = "journal.sqlite", "journal.mark"
-_PAGE, _PIECE = 8192, 500
+_PIECE = 500
 # Piece p of record n is the row n * 2**24 + p.
 _PIECES = 24
 # A record begins with its checksum. The mark is the number and the checksum of a record, and a checksum of both.
 _CHECK, _MARK = 8, struct.Struct("<Q8s8s")
 _START = bytes(_CHECK)
 _LARGE_GAP = 1_000_000
+REMEDY = "restore a backup, or open it with repair=True, which keeps all that is intact"
+_ERRNO = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_BUSY: errno.EBUSY, sqlite3.SQLITE_READONLY: errno.EROFS}
 
 
 class Record(NamedTuple):
@@ -74,7 +76,7 @@ class Journal:
         # The mark exists before the journal, so that a journal without a mark has lost it.
         if not readonly and not self.path.exists() and not self._mark_path.exists():
             write_atomic(self._mark_path, _packed_mark(0, _START))
-        self._connection = _connect(self.path, readonly)
+        self._connection = connect(self.path, readonly)
         self._mark: int | None = None
         try:
             if not readonly:
@@ -94,7 +96,7 @@ class Journal:
                 raise
             marked, checksum = 0, _START
         try:
-            _check_format(self._connection, self.path, readonly)
+            check_format(self._connection, self.path, readonly)
             self.first, self.last = self._ends(repair)
             self._chain = self._checksum(self.last) or _START
             at_mark = self._checksum(marked)
@@ -156,7 +158,7 @@ class Journal:
             before = self.last
             last = self._write(contents, replace=True)
             self.first = before + 1
-            self._truncate_log()
+            truncate_log(self._connection, self.path)
             return last
 
     def read(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -192,7 +194,7 @@ class Journal:
 
     def backup(self, path: str | os.PathLike[str]) -> int:
         """Write a copy into a folder while the journal is in use; returns the number of its last record."""
-        source, target = _connect(self.path, readonly=True), sqlite3.connect(Path(path) / NAME)
+        source, target = connect(self.path, readonly=True), sqlite3.connect(Path(path) / NAME)
         try:
             source.backup(target)
         finally:
@@ -276,12 +278,6 @@ class Journal:
         assert self._mark is not None
         os.pwrite(self._mark, _packed_mark(self.last, self._chain), 0)
 
-    def _truncate_log(self) -> None:
-        """Move the write-ahead log into the file, so that no old page remains in it."""
-        busy, *_ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        if busy:
-            raise OSError(errno.EBUSY, f"{self.path} is being read by another process; try again when it has finished")
-
     # Reading.
 
     def _scan(self, start: int, salvage: bool) -> Iterator[Record]:
@@ -337,44 +333,6 @@ class Journal:
             if stored == _packed_mark(number, checksum):
                 return number, checksum
         raise ValueError(f"{self._mark_path} is damaged, so that a loss of records could not be seen; {REMEDY}")
-
-
-REMEDY = "restore a backup, or open it with repair=True, which keeps all that is intact"
-_ERRNO = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_BUSY: errno.EBUSY, sqlite3.SQLITE_READONLY: errno.EROFS}
-
-
-def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
-    try:
-        if readonly:
-            connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
-        else:
-            connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    except sqlite3.Error as error:
-        raise OSError(errno.EIO, f"cannot open {path} ({error}); is its folder there and writable?") from error
-    connection.text_factory = bytes
-    return connection
-
-
-def _check_format(connection: sqlite3.Connection, path: Path, readonly: bool) -> None:
-    """Configure a journal; create the table of a new one."""
-    run = connection.execute
-    ((version,),) = run("PRAGMA user_version")
-    tables = [name for (name,) in run("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    if version > FORMAT:
-        raise ValueError(f"{path} has format {version}, this release reads up to {FORMAT}; upgrade metaleader")
-    if (version == 0 and (tables or readonly)) or (version > 0 and tables != [b"journal"]):
-        raise ValueError(f"{path} is not a journal of metaleader; choose another folder")
-    if readonly:
-        return
-    # The first two are fixed when the file is created.
-    for setting in (f"page_size = {_PAGE}", "auto_vacuum = FULL", "journal_mode = WAL", "synchronous = FULL"):
-        run(f"PRAGMA {setting}").fetchall()
-    run("PRAGMA secure_delete = ON").fetchall()
-    if version == 0:
-        run("BEGIN IMMEDIATE")
-        run("CREATE TABLE journal (id INTEGER PRIMARY KEY, bytes BLOB)")
-        run(f"PRAGMA user_version = {FORMAT}")
-        run("COMMIT")
 
 
 def _check(before: bytes, number: int, content: bytes) -> bytes:
