@@ -101,14 +101,12 @@ class Engine:
         return self._run(what, inputs, lambda: self._gradient_program(objective, *inputs), eager=_is_eager(objective))
 
     def runs_updates_together(self, objective: Objective) -> bool:
-        """Whether `updates` applies: the calls of an update take longer than its operations.
+        """Whether `updates` applies: without inner steps, an update is so short that its calls dominate.
 
-        This holds without inner steps, and on a GPU for gradients that are compiled as a whole. Dropout masks are drawn
-        update by update.
+        Dropout masks are drawn update by update.
         """
-        if self.mode == "eager" or objective.task_gradient is not None or objective.network.has_dropout:
-            return False
-        return objective.inner.steps == 0 or (self.mode == "captured" and is_small(objective))
+        plain = objective.inner.steps == 0 and objective.task_gradient is None
+        return self.mode != "eager" and plain and not objective.network.has_dropout
 
     @torch.no_grad()
     def updates(
@@ -234,7 +232,7 @@ class Engine:
         program: Gradient | None = None
         if noise is None:
             program = self._chains.gradient(objective, flat, batch, compiled)
-        if program is None and compiled and is_small(objective):
+        if program is None and compiled and not flat.is_cuda and is_small(objective):
             whole = functools.partial(_flat_gradient, objective, eager_gradient(objective))
             return WholeProgram(whole, (flat, support, query, noise))
         if program is None and compiled:
