@@ -22,7 +22,7 @@ class Slow(ml.TOE):
         super().begin(*arguments, **options)
 
 experiment = ml.Experiment(
-    stream=lambda seed: ml.streams.SinusoidStream(tasks=20, train=8, test=5, seed=seed),
+    stream=lambda seed: ml.streams.SinusoidStream(tasks=12, train=8, test=5, seed=seed),
     network=lambda: ml.models.mlp(1, 1, [8]), loss=ml.losses.squared_error, methods={"slow": Slow},
     reveal=4, reveals=2, meta_steps=2, steps=(2, 1), threads=1,
 )
