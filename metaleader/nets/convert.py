@@ -73,7 +73,7 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
         reason = _refusal(layer)
         if reason is not None:
             raise ValueError(f"layer {name!r} ({type(layer).__name__}) {reason}")
-    if not any(value.requires_grad for value in module.parameters()):
+    if not any(value.requires_grad for value in module.parameters()) and not _is_functional(module):
         only = ": all have requires_grad=False" if any(True for _ in module.parameters()) else ""
         raise ValueError(f"{type(module).__name__} has no parameters to learn{only}")
     module = copy.deepcopy(module).train()
@@ -108,11 +108,20 @@ def functional_copy(module: nn.Module, device: torch.device | str | None = None)
             " in training, and those of the task's data in the nets that adapt() returns",
             stacklevel=4,
         )
-    return replaced.get(module, module).to(device)
+    result = replaced.get(module, module).to(device)
+    result.is_functional = True  # pyright: ignore[reportArgumentType]
+    return result
+
+
+def _is_functional(module: nn.Module) -> bool:
+    """Whether a module is a functional copy, whose frozen parameters are buffers already."""
+    return getattr(module, "is_functional", False) is True
 
 
 def frozen_names(module: nn.Module) -> list[str]:
     """All names of the parameters with requires_grad=False."""
+    if _is_functional(module):
+        return []
     return [name for name, value in module.named_parameters(remove_duplicate=False) if not value.requires_grad]
 
 
