@@ -79,7 +79,8 @@ def test_cells_are_runs_that_survive_kills_and_end_in_one_report(file, status, t
     code, out, _ = status(*command, "--jobs", 2)
     assert code == 1
     assert "mean.scale=2.0: continues after its process was killed" in out
-    assert "mean.scale=3.0: failed: this scale fails; see" in out
+    assert "mean.scale=3.0: failed: method 'mean' fails in round 0: " in out
+    assert "mine.py:20: this scale fails; see" in out
     assert "1 of 2 cells failed; `metaleader resume" in out
     assert status(*command)[0] == 2  # it holds a grid
     (tmp_path / "fail").unlink()
