@@ -1,8 +1,9 @@
-"""Measures shards and processes: `python benchmarks/scale.py cost|processes|many`; prints the numbers of docs/scale.md.
+"""Measures shards and processes, for docs/scale.md: `python benchmarks/scale.py cost|processes|many|model`.
 
 cost: an update of 100 tasks in 4 shards on one process, against undivided updates, in turns.
 processes: on 1, 2 and 4 processes connected by gloo, the time of an update, and of sums of several sizes.
 many: memory and time of one of 1,024 processes, whose messages go nowhere (the backend "fake").
+model: the predicted time of an update of Rainbow on 1 to 1,024 GPUs, by the constants below.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import argparse
 import functools
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +30,12 @@ from metaleader.distributed.reduction import sum_over_shards
 from metaleader.system.machine import peak_mb
 
 UPDATES = 10
+# Rainbow on an H200: ms of an update, and of each of its tasks (benchmarks/README.md: 25 tasks 2.11, 75 tasks 4.21).
+FIXED_MS, TASK_MS = 1.06, 0.042
+PARAMETERS = 38_378
+# Assumed, not measured: ms of a collective operation, ms of each message in it, and bytes per ms, within a machine of 8
+# GPUs and between machines.
+COLLECTIVE_MS, MESSAGE_MS, WITHIN, BETWEEN = 0.03, 0.001, 300e6, 50e6
 
 
 def rainbow(shards: int, tasks_per_step: int, device: str, tasks: int, engine: Any) -> ml.FTML:
@@ -74,25 +80,26 @@ def _child(rank: int, size: int, folder: str, function: Callable[[], Any]) -> No
     dist.destroy_process_group()
 
 
-def timed(function: Callable[[], Any], times: int) -> float:
-    """The median seconds of a call."""
+def shortest(function: Callable[[], Any], times: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    """The shortest of several calls, in seconds: other programs on the machine only lengthen them."""
     spent = []
     for _ in range(times):
-        start = time.perf_counter()
+        start = clock()
         function()
-        spent.append(time.perf_counter() - start)
-    return statistics.median(spent)
+        spent.append(clock() - start)
+    return min(spent)
 
 
 def of_processes(tasks_per_step: int) -> dict[str, Any]:
-    """Seconds of an update of 4 shards, and of sums of several sizes."""
+    """Seconds of an update of 4 shards, of its computing on one process, and of sums of several sizes."""
     learner = rainbow(4, tasks_per_step, "cpu", 24, "eager")
     learner.update(1)
-    found: dict[str, Any] = {"update_s": timed(lambda: learner.update(1), 5)}
+    found: dict[str, Any] = {"update_s": shortest(lambda: learner.update(1), 5)}
+    found["computing_s"] = shortest(lambda: learner.update(1), 5, time.process_time)
     group = current_group()
     for kib in (4, 64, 512, 4096, 16384):
         parts = [torch.zeros(kib * 256) for _ in range(4 // group.size)]
-        found[f"sum_{kib}_KiB_s"] = timed(lambda: sum_over_shards(group, parts, "a sum"), 10)  # noqa: B023
+        found[f"sum_{kib}_KiB_s"] = shortest(lambda: sum_over_shards(group, parts, "a sum"), 30)  # noqa: B023
     return found
 
 
@@ -110,7 +117,7 @@ def many(tasks: int, size: int) -> dict[str, Any]:
         learner.observe(x, y, task=str(t), update=False)
     stored = time.perf_counter() - start
     learner.update(1)
-    update = timed(lambda: learner.update(1), 3)
+    update = shortest(lambda: learner.update(1), 3)
     own = learner.memory.store.own  # pyright: ignore[reportAttributeAccessIssue]
     rows = own.length * (x.itemsize * 16 + y.itemsize)
     return {
@@ -119,16 +126,32 @@ def many(tasks: int, size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def predicted_ms(tasks: int, gpus: int) -> tuple[float, float]:
+    """Milliseconds of computing and of communication of an update, with one shard per GPU."""
+    size, speed = 4 * PARAMETERS, WITHIN if gpus <= 8 else BETWEEN
+    if gpus == 1:
+        return FIXED_MS + TASK_MS * tasks, 0.0
+    if size * gpus < 2**20:
+        return FIXED_MS + TASK_MS * tasks / gpus, COLLECTIVE_MS + (gpus - 1) * (MESSAGE_MS + size / speed)
+    messages = 2 * (COLLECTIVE_MS + (gpus - 1) * MESSAGE_MS)
+    return FIXED_MS + TASK_MS * tasks / gpus, messages + 2 * size / speed * (gpus - 1) / gpus
+
+
 def main() -> None:
     """Run one of the measurements; prints one line of JSON for each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("cost", "processes", "many"))
+    parser.add_argument("what", choices=("cost", "processes", "many", "model"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tasks", type=int, default=100_000)
     parser.add_argument("--tasks-per-step", type=int, default=24)
     given = parser.parse_args()
     print(json.dumps({"load": os.getloadavg()[0], "cores": os.cpu_count(), "torch": torch.__version__}))
-    if given.what == "cost":
+    if given.what == "model":
+        for tasks in (25, 100, 500, 2048, 8192):
+            ways = [gpus for gpus in (1, 8, 64, 256, 1024) if gpus <= tasks]
+            times = {gpus: tuple(round(ms, 2) for ms in predicted_ms(tasks, gpus)) for gpus in ways}
+            print(json.dumps({"tasks_per_step": tasks, "computing_ms, communication_ms": times}))
+    elif given.what == "cost":
         print(json.dumps(cost(given.device)))
     elif given.what == "many":
         torch.set_num_threads(1)

@@ -331,4 +331,6 @@ def _built(factory: Callable[[], Learner]) -> Learner:
         raise ValueError(
             f"the factory must return a learner, as in Session(folder, lambda: FTML(...)); got {type(learner).__name__}"
         )
+    if learner.sharding.group.size > 1:
+        raise ValueError("a session is one process: open it outside of a process group, or use shards=1")
     return learner
