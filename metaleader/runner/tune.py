@@ -12,7 +12,6 @@ import functools
 import importlib
 import json
 import math
-import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from metaleader.report.tune import print_choice
 from metaleader.runner.experiment import check_code, experiment_file, play_round
 from metaleader.runner.grid import locked
 from metaleader.runner.plan import METHOD_NAMES, Plan, RunOptions, find_experiment, planned
+from metaleader.runner.trials import Trials, print_trial
 from metaleader.runs.folder import Schedule
 from metaleader.streams.base import View
 from metaleader.system.files import make_folder, write_atomic
@@ -165,7 +165,7 @@ def _search(folder: Path, config: dict[str, Any], options: TuneOptions) -> Path:
     space = search_space(plan.experiment, options.search, plan.methods)
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     streams = [View(plan.stream(seed), range(plan.tasks)) for seed in seeds]
-    trials = _Trials(folder / "trials.jsonl")
+    trials = Trials(folder / "trials.jsonl")
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for method in plan.methods:
@@ -174,7 +174,7 @@ def _search(folder: Path, config: dict[str, Any], options: TuneOptions) -> Path:
                 trial = _trial(method, number, space[method], trials.of(method), options, plan.tasks, play)
                 trials.append(trial)
                 best = min((t["error"] for t in trials.of(method) if t["error"] is not None), default=None)
-                _print_trial(trial, options.trials, best)
+                print_trial(trial, options.trials, best)
     except KeyboardInterrupt:
         print(f"stopped; every finished trial is saved. Continue with: metaleader resume {folder}", flush=True)
         raise
@@ -265,48 +265,7 @@ def _play(method: str, options: TuneOptions, streams: Sequence[View], settings: 
         yield float(np.mean(means[-math.ceil(len(means) / 3) :]))
 
 
-class _Trials:
-    """The finished trials, one JSON line each; a line that a kill cut off is removed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        content = path.read_bytes() if path.exists() else b""
-        complete = content[: content.rfind(b"\n") + 1]
-        try:
-            self.lines = [json.loads(line) for line in complete.splitlines()]
-            for line in self.lines:
-                if not {"method", "trial", "settings", "state", "error", "errors"} <= line.keys():
-                    raise ValueError("a line is not a trial")
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} was changed ({error}); restore it, or search again in another folder") from error
-        if complete != content:
-            os.truncate(path, len(complete))
-
-    def of(self, method: str) -> list[dict[str, Any]]:
-        """The trials of a method."""
-        return [line for line in self.lines if line["method"] == method]
-
-    def append(self, trial: dict[str, Any]) -> None:
-        """Save a trial; after this returns, a kill cannot lose it."""
-        with open(self.path, "ab") as file:
-            file.write(json.dumps(trial).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self.lines.append(trial)
-
-
-def _print_trial(trial: dict[str, Any], trials: int, best: float | None) -> None:
-    settings = ", ".join(f"{name}={value}" for name, value in trial["settings"].items())
-    if trial["state"] == "finished":
-        result = f"error {trial['error']:.4g}, best {best:.4g}"
-    elif trial["state"] == "pruned":
-        result = f"pruned after {len(trial['errors'])} tasks, error {trial['errors'][-1]:.4g}"
-    else:
-        result = f"failed: {trial['reason']}"
-    print(f"{trial['method']} {trial['trial'] + 1}/{trials}: {settings}: {result}", flush=True)
-
-
-def _write_choice(folder: Path, config: dict[str, Any], options: TuneOptions, plan: Plan, trials: _Trials) -> Path:
+def _write_choice(folder: Path, config: dict[str, Any], options: TuneOptions, plan: Plan, trials: Trials) -> Path:
     """Write the experiment with the best settings of each method, and print them."""
     chosen = {}
     for method in plan.methods:
