@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.engine.determinism import tf32
 from metaleader.engine.objective import Objective, learned_rates, without_rates
+from metaleader.gradient.adjoint import adjoint
 from metaleader.gradient.attention import plain_attention
-from metaleader.gradient.meta import adjoint, inner_gradient, inner_step, sum_over_chunks
+from metaleader.gradient.meta import inner_gradient, inner_step, sum_over_chunks
 from metaleader.gradient.selection import Params, split, step_sizes
 from metaleader.system.machine import cache_folder
 

@@ -14,8 +14,9 @@ from metaleader.engine.compiled import compile_whole, compiling
 from metaleader.engine.conv.layout import Plan
 from metaleader.engine.conv.trace import Chain
 from metaleader.engine.objective import LOG_LR, Objective, learned_rates, without_rates
+from metaleader.gradient.adjoint import adjoint
 from metaleader.gradient.attention import plain_attention
-from metaleader.gradient.meta import adjoint, sum_over_chunks
+from metaleader.gradient.meta import sum_over_chunks
 from metaleader.gradient.selection import Params, moving_names
 from metaleader.nets import calls
 from metaleader.tasks import Batch, ClassBatch
