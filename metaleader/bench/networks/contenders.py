@@ -125,7 +125,7 @@ class Ours(_OnTorch):
         self.mode = mode
         # As many updates as the default of a reveal: several may be one program.
         self.first_updates = 1 if mode == "eager" else 10
-        self.params = to_device(inputs.params, device)
+        self.initial = to_device(inputs.params, device)
         self.log = _Messages()
         logging.getLogger("metaleader").addHandler(self.log)
         self.engine = Engine(mode, planned_updates=10**6, device=device)
@@ -154,7 +154,7 @@ class Ours(_OnTorch):
         """The gradient by the engine, for one learner."""
         objective, form = self.learner.definition.objective, self.learner.state.form
         objective = objective if form is None else objective.in_form(form)
-        one_learner = {name: self.params[name][None] for name in self.learner.params}
+        one_learner = {name: self.initial[name][None] for name in self.learner.params}
         batches = [Batch(batch.x[None], batch.y[None]) for batch in (support, query)]
         flat = objective.layout.flat(one_learner)
         gradients = objective.layout.named(self.engine.gradient(objective, flat, batches[0], batches[1], None)[1])
