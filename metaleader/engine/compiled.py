@@ -180,7 +180,7 @@ def _slope_by_autograd(
         one_task = lambda m, b, *n: objective.network.loss_fn({**fixed, **m}, b, *n)  # noqa: E731
         losses = vmap(one_task)(theta, support, *extra)
         gradient = torch.autograd.grad(losses.sum(), list(theta.values()), create_graph=True, materialize_grads=True)
-        slopes = [(v.flatten(1) * torch.cos(_count(v[0]))).mean(1).sum() for v in gradient]
+        slopes = [(v.reshape(len(v), -1) * torch.cos(_count(v[0]))).mean(1).sum() for v in gradient]
         total = torch.stack(slopes).sum()
         if not total.requires_grad:
             return {name: torch.zeros_like(value) for name, value in params.items()}

@@ -88,6 +88,7 @@ def check_jax(*pairs: str) -> None:
     assert updates["distance"] < 1e-3 * updates["moved"]
 
 
+@pytest.mark.torture
 def test_jax_does_the_same() -> None:
     """Gradients, and parameters after updates by Adam."""
     check_jax("mlp:im2col", "gru:im2col", "digits:im2col")
@@ -99,7 +100,11 @@ def test_jax_does_the_same_for_larger_networks() -> None:
     check_jax("digits:grouped", "transformer:im2col", *(f"{n}:{c}" for n in names for c in ("im2col", "grouped")))
 
 
-@pytest.mark.parametrize("name", ["ours-eager", "torch-func-eager", "higher", "torchopt"])
+# Optional dependencies
+MORE = [pytest.param(name, marks=pytest.mark.torture) for name in ("higher", "torchopt")]
+
+
+@pytest.mark.parametrize("name", ["ours-eager", "torch-func-eager", *MORE])
 def test_the_gradient_of_each_task(name: str) -> None:
     """`measure_error` compares one task at a time with autograd through torch's layers in float64."""
     if name in ("higher", "torchopt"):
