@@ -13,7 +13,7 @@ from typing import Any
 
 import jax  # pyright: ignore[reportMissingImports]
 import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-from jax import lax
+from jax import lax  # pyright: ignore[reportMissingImports]
 
 Array = Any
 Params = dict[str, Any]

@@ -9,7 +9,7 @@ import jax  # pyright: ignore[reportMissingImports]
 import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import numpy as np
 import torch
-from jax import lax
+from jax import lax  # pyright: ignore[reportMissingImports]
 
 from metaleader.bench.networks.cases import Case, Inputs
 from metaleader.bench.networks.contenders import META_LR
