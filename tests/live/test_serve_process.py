@@ -21,7 +21,16 @@ from metaleader.learners import FTL, FTML, Learner
 from metaleader.live.session import Session
 from metaleader.live.status import read_status
 
-SERVICE = "import sessions\n\nlearner = sessions.make\n"
+# The server is another process, which does not have the path of the tests.
+SERVICE = f"""
+import sys
+
+sys.path.append({str(Path(__file__).parents[1])!r})
+
+import sessions
+
+learner = sessions.make
+"""
 EXPERIMENT = """
 import torch
 import metaleader as ml
