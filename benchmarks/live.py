@@ -69,7 +69,7 @@ def main() -> None:
 
     def load(thread: int) -> None:
         while (i := next(counter)) < options.customers:
-            session.observe(x + i, y, task=name[i], key=f"event {i}", update=False)
+            session.observe(x + 1e-4 * i, y, task=name[i], key=f"event {i}", update=False)
 
     threads = [threading.Thread(target=load, args=(thread,)) for thread in range(64)]
     for thread in threads:
