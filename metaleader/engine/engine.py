@@ -41,6 +41,8 @@ _log = logging.getLogger("metaleader")
 _WORTH_COMPILING = {"cpu": 3000, "cuda": 5000}
 # The mode in which a program runs next if it fails in a mode
 _FALLBACK: dict[Mode, Mode] = {"captured": "graphed", "graphed": "eager", "compiled": "eager"}
+# The number of calls of `observe` by which a learner in a user's own loop estimates its number of updates
+_ASSUMED_OBSERVES = 50
 # The number of programs kept; each size of D_t has its own.
 _MAX_PROGRAMS = 256
 
@@ -238,6 +240,11 @@ class Engine:
         if program is None and compiled:
             program = compiled_gradient(objective, flat, support, noise)
         return functools.partial(_flat_gradient, objective, program or eager_gradient(objective))
+
+
+def engine_of(engine: Mode | Engine, meta_steps: int, device: torch.device) -> Engine:
+    """An engine in a mode, for a learner that makes `meta_steps` updates at each `observe`; engines are returned."""
+    return engine if isinstance(engine, Engine) else Engine(engine, _ASSUMED_OBSERVES * meta_steps, device)
 
 
 def _is_eager(objective: Objective) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from metaleader.distributed.shards import Sharding
-from metaleader.engine.engine import Engine, Mode
+from metaleader.engine.engine import Engine, Mode, engine_of
 from metaleader.gradient.selection import Params
 from metaleader.learners import prediction
 from metaleader.learners.changes import Change
@@ -36,9 +36,6 @@ from metaleader.nets.functional import Layout, Network, Statistics
 from metaleader.system.machine import known_device
 from metaleader.system.settings import keeps_settings
 from metaleader.tasks import Tree, num_rows
-
-# The number of calls of `observe` by which `engine="auto"` estimates the number of updates
-ASSUMED_OBSERVES = 50
 
 
 class Learner(Configured, ABC):
@@ -78,11 +75,9 @@ class Learner(Configured, ABC):
         self.options = self.Options.parse(settings, type(self).__name__)
         self.model, self.loss, self.device = model, loss, known_device(device)
         self.sharding = Sharding(self.options.shards)
-        module = initial_module(model, self.options.seed, 0)
-        self.network = Network(module, loss, self.options.preprocess, self.device)
+        self.network = Network(initial_module(model, self.options.seed, 0), loss, self.options.preprocess, self.device)
         self.memory: Memory = TaskBuffer(self.device, self.options.weights, self.options.max_tasks, self.sharding)
-        planned = ASSUMED_OBSERVES * self.options.meta_steps
-        self.engine = engine if isinstance(engine, Engine) else Engine(engine, planned, self.device)
+        self.engine = engine_of(engine, self.options.meta_steps, self.device)
         self.definition = with_own_gradient(self, self.define(), base=Learner)
         params = self.definition.objective.params()
         if len({value.dtype for value in params.values()}) > 1:
@@ -210,10 +205,9 @@ class Learner(Configured, ABC):
     def adapt(
         self, steps: int | Sequence[int] | None = None, statistics: Statistics = "task", task: str | None = None
     ) -> Module | list[Module]:
-        """A net adapted to all of D_t, for use on one row or many; the learner is not changed.
+        """A net adapted to all of D_t, for use on one row or many; without data, the initialisation.
 
-        Before the first data of the task, the net is the initialisation. Threads may call `adapt`, `predict` and
-        `predict_many` at the same time, also while another thread changes the learner.
+        Threads may call it, `predict` and `predict_many` at the same time, also while another changes the learner.
 
         Args:
             steps: the number of gradient steps; None is the learner's own. Several numbers give a list of nets. With
