@@ -59,6 +59,16 @@ def test_unknown_groups_get_the_prior(fitted: MetaRegressor) -> None:
     assert (smaller < deviation).all()
 
 
+def test_targets_that_are_constant() -> None:
+    X, _, g = shops(num=20)
+    settings = SMALL | {"updates": 30}
+    found, deviation = (
+        MetaRegressor(**settings).fit(X, np.full(len(g), 3.0), groups=g).predict(X[:5], groups=g[:5], return_std=True)
+    )
+    np.testing.assert_allclose(found, 3.0, atol=1e-6)
+    assert np.isfinite(deviation).all()
+
+
 def test_data_is_added(fitted: MetaRegressor) -> None:
     X, y, g = shops(num=60)
     model = pickle.loads(pickle.dumps(fitted))

@@ -225,7 +225,8 @@ class Ensemble:
             rows = [matrix, np.eye(num) * spread, np.full((1, num), 1e3 * np.abs(target).sum())]
             targets = [target, np.full(num, spread / num), [1e3 * np.abs(target).sum()]]
             found, _ = scipy.optimize.nnls(np.concatenate(rows), np.concatenate(targets))
-            return torch.from_numpy(found / found.sum())
+            # Targets that are all zero, as with a constant y, choose no member.
+            return torch.from_numpy(found / found.sum()) if found.sum() > 0 else self.weights
         likelihoods = torch.softmax(predictions, -1).gather(-1, y.expand(num, -1)[..., None])[..., 0]
         weights = torch.full((num,), 1 / num, dtype=torch.float64)
         for _ in range(200):  # expectation maximisation of a mixture
