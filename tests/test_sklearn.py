@@ -126,6 +126,10 @@ def test_bad_input() -> None:
         MetaRegressor(group="shop").fit(frame, y, groups=g)
     with pytest.raises(ValueError, match="one class"):
         MetaClassifier().fit(X, np.zeros(12), groups=g)
+    wrong: dict[str, Any] = {"members": 0, "updates": 1.5, "validation": 1.0}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
+            MetaRegressor(**{**few, name: value}).fit(X, y, groups=g)
 
 
 @pytest.mark.parametrize("kind", [MetaRegressor, MetaClassifier])

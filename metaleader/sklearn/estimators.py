@@ -8,6 +8,7 @@ datapoints a group is predicted almost as the average group; with many, by its o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any, Self
 
 import numpy as np
@@ -50,6 +51,11 @@ class _MetaEstimator(BaseEstimator):
         X, names = self._groups_of(X, groups)
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=self._loss is squared_error)
         names = _checked(names, X)
+        for name, least in (("members", 1), ("updates", 0)):
+            if not isinstance(getattr(self, name), Integral) or getattr(self, name) < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {getattr(self, name)!r}")
+        if not 0 <= self.validation < 1:
+            raise ValueError(f"validation must be a fraction from 0 to below 1, got {self.validation!r}")
         self._begin(X, y)
         batches = dict(self._tasks(X, y, names))
         longest = max(len(batch.y) for batch in batches.values())
