@@ -61,7 +61,7 @@ def test_unknown_groups_get_the_prior(fitted: MetaRegressor) -> None:
 
 def test_targets_that_are_constant() -> None:
     X, _, g = shops(num=20)
-    settings = SMALL | {"updates": 30}
+    settings: dict[str, Any] = SMALL | {"updates": 30}
     found, deviation = (
         MetaRegressor(**settings).fit(X, np.full(len(g), 3.0), groups=g).predict(X[:5], groups=g[:5], return_std=True)
     )
