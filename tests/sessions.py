@@ -3,7 +3,7 @@
 import torch
 
 from metaleader import losses, models
-from metaleader.learners import FTML
+from metaleader.learners import FTML, BayesianHead
 from metaleader.live.calls import Codec, Observe, Readmit, State, Update
 from metaleader.live.checkpoints import decode
 from metaleader.live.journal import Journal
@@ -15,6 +15,18 @@ def make(**settings):
     model = lambda: models.mlp(2, 1, (6,))  # noqa: E731
     sizes = {"inner_lr": 0.01, "inner_steps": 2, "meta_steps": 2, "tasks_per_step": 3, "support": 2, "query": 2}
     return FTML(model, losses.squared_error, **{**sizes, **settings})
+
+
+def make_head():
+    """A learner with a Bayesian head."""
+    model = lambda: models.mlp(2, 1, (6,))  # noqa: E731
+    head = BayesianHead()
+    return FTML(model, losses.squared_error, adaptation=head, meta_steps=2, tasks_per_step=3, support=2, query=2)
+
+
+def make_sizes():
+    """A learner whose support sets have several sizes."""
+    return make(support=(1, 2))
 
 
 def batch(i, rows=ROWS):
@@ -47,14 +59,14 @@ def plain_learner(folder, make=make):
             learner.observe(call.x, call.y, task=call.task, update=call.updates == "now")
         elif isinstance(call, Update):
             assert learner.step == call.step
-            if call.exclusive or not fails(learner, call.steps):
+            if call.exclusive or not fails(learner, call.steps, make):
                 learner.update(call.steps)
         elif isinstance(call, Readmit):
             learner.readmit(call.task)
     return learner
 
 
-def fails(learner, steps):
+def fails(learner, steps, make):
     """Whether updates fail; they are made by a copy."""
     copied = make()
     copied.load_state_dict(learner.state_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,22 @@ if TYPE_CHECKING:
 
 # The number of updates whose datapoints are gathered at once
 _GATHERED_UPDATES = 10
+
+
+class Gathered(NamedTuple):
+    """The datapoints of a draw, in place of their row numbers.
+
+    Attributes:
+        support: the support batches, (steps, tasks, support, ...), as `gather` returns them.
+        query: the query batches, likewise.
+    """
+
+    support: Any
+    query: Any
+
+    def at(self, step: int | slice) -> Gathered:
+        """Those of one step, or of a slice of steps."""
+        return tree_map(lambda leaf: leaf[step], self)
 
 
 def draw_meta_batches(
@@ -55,8 +71,10 @@ def draw_numbers(learner: Learner, numbers: Sequence[int]) -> list[int]:
     return [number + learner.skipped for number in numbers]
 
 
-def gather(learner: Learner, draw: Draw) -> tuple[Any, Any]:
+def gather(learner: Learner, draw: Draw | Gathered) -> tuple[Any, Any]:
     """The support and query batches of a draw, with the tasks' classes if the network chooses its outputs by them."""
+    if isinstance(draw, Gathered):
+        return draw.support, draw.query
     support, query = learner.memory.gather(draw)
     adaptation = learner.definition.objective.adaptation
     if adaptation is not None and adaptation.takes_weights:
@@ -90,7 +108,11 @@ def chunks(numbers: range) -> list[slice]:
 
 
 def stacked_batches(
-    learners: Sequence[Learner], numbers: range, draws: Sequence[Draw], chunk: slice, shard: Shard | None = None
+    learners: Sequence[Learner],
+    numbers: range,
+    draws: Sequence[Draw | Gathered],
+    chunk: slice,
+    shard: Shard | None = None,
 ) -> tuple[Any, Any, Tensor | None]:
     """Support and query of some updates, (updates, learners, tasks, ...), and the seeds of their dropout masks."""
     pairs = [gather(learner, draw.at(chunk)) for learner, draw in zip(learners, draws, strict=True)]

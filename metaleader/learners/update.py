@@ -16,8 +16,18 @@ from torch.utils._pytree import tree_map
 from metaleader.engine.form import choose_form
 from metaleader.engine.hook import OwnGradient, StateReadError
 from metaleader.engine.objective import GradientSteps
-from metaleader.learners.batches import chunks, draw_meta_batches, draw_numbers, gather, stack, stacked_batches, unbind
+from metaleader.learners.batches import (
+    Gathered,
+    chunks,
+    draw_meta_batches,
+    draw_numbers,
+    gather,
+    stack,
+    stacked_batches,
+    unbind,
+)
 from metaleader.learners.changes import Change
+from metaleader.learners.optimizer import State
 from metaleader.learners.options import check_integer
 from metaleader.learners.outer import Outer
 from metaleader.learners.outliers import Failure, judge, longest_gradients, names_text, quarantine
@@ -54,6 +64,34 @@ def update_together(learners: Sequence[Learner], steps: int | None = None) -> No
             assert isinstance(own, OwnGradient)
             own.read_state(error, warn=learner is learners[0])
         _update_one_by_one(learners, steps)
+
+
+class FailedUpdate(Exception):  # noqa: N818
+    """A loss, a gradient or a parameter became not finite."""
+
+
+def gather_updates(learner: Learner, steps: int) -> Gathered | None:
+    """The meta-batches of the next updates, copied from the data of this moment; None if there is nothing to draw."""
+    first = learner.step
+    numbers = range(first, first + steps * learner.definition.updates_per_step)
+    draw = draw_meta_batches(learner, numbers) if numbers else None
+    return None if draw is None else Gathered(*gather(learner, draw))
+
+
+@keeps_settings
+@torch.no_grad()
+def state_after(learner: Learner, state: State, steps: int, batches: Gathered) -> State:
+    """The state after updates on meta-batches of `gather_updates`; the learner is not changed.
+
+    Raises:
+        FailedUpdate: if an update fails.
+        StateReadError: if the learner's `task_gradient` depends on attributes that may change.
+    """
+    numbers = range(state.step, state.step + steps * learner.definition.updates_per_step)
+    outer = Outer(learner.rule, learner.definition.objective.layout, [state])
+    if _first_failure([learner], outer, numbers, [batches]) is not None:
+        raise FailedUpdate
+    return outer.states(numbers.stop)[0]
 
 
 def _update_side_by_side(learners: Sequence[Learner], steps: int | None) -> None:
@@ -118,7 +156,7 @@ def _largest(norms: dict[str | None, float], others: dict[str | None, float]) ->
 
 
 def _first_failure(
-    learners: Sequence[Learner], outer: Outer, numbers: range, draws: Sequence[Draw | ShardedDraw]
+    learners: Sequence[Learner], outer: Outer, numbers: range, draws: Sequence[Draw | Gathered | ShardedDraw]
 ) -> tuple[int, int, ValueError | None] | None:
     """Run the updates; the first one that fails and its learner, and the error that it raised, if any."""
     sharded = [draw for draw in draws if isinstance(draw, ShardedDraw)]
@@ -186,7 +224,7 @@ def _update_one_by_one(learners: Sequence[Learner], steps: int | None) -> None:
 
 
 @keeps_settings
-def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draws: Sequence[Draw]) -> Tensor:
+def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draws: Sequence[Draw | Gathered]) -> Tensor:
     """Take all updates; returns losses and gradient norms, (updates, 2, learners)."""
     lead = learners[0]
     engine, objective = lead.engine, lead.definition.objective

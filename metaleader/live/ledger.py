@@ -13,9 +13,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from metaleader.learners.learner import Learner
+from metaleader.learners.update import FailedUpdate
 from metaleader.live.calls import Call, Observe, Predict, Readmit, Update, fingerprint
 from metaleader.live.errors import ConflictError
-from metaleader.live.update import FailedUpdate, PreparedUpdate
+from metaleader.live.update import PreparedUpdate
 from metaleader.tasks import Batch, rows
 
 _KEY, _FINGERPRINT = 16, 8

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from metaleader.learners.update import FailedUpdate
 from metaleader.live import checkpoints
 from metaleader.live.calls import Update
 from metaleader.live.recovery import Opened, state_of
-from metaleader.live.update import FailedUpdate, PreparedUpdate
+from metaleader.live.update import PreparedUpdate
 from metaleader.live.writer import Writer
 
 _log = logging.getLogger("metaleader")

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from sessions import ROWS, batch, calls, make, plain_learner, same_state
+from sessions import ROWS, batch, calls, make, make_head, make_sizes, plain_learner, same_state
 
 from metaleader import losses, models
-from metaleader.learners import FTML, TOE, Learner, Scratch
+from metaleader.learners import FTML, TOE, Scratch
 from metaleader.live.calls import Observe, Update
 from metaleader.live.errors import ConflictError, UnknownPredictionError
 from metaleader.live.session import Session
+from metaleader.live.update import PreparedUpdate
 
 
 @pytest.fixture(params=["background", "inline"])
@@ -74,6 +75,19 @@ def test_background_updates_do_not_exclude_calls(tmp_path):
     updates = [call for call in calls(tmp_path / "a") if isinstance(call, Update)]
     assert updates
     assert not any(update.exclusive for update in updates)
+
+
+@pytest.mark.parametrize("build", [make_head, make_sizes])
+def test_updates_of_other_learners_are_those_of_the_journal(build, tmp_path):
+    with Session(tmp_path / "a", build, share=1.0) as session:
+        for i in range(8):
+            session.observe(*batch(i), task=f"customer {i % 4}")
+        assert session.wait(60)
+        assert session.learner.step >= 2
+        shutil.copytree(tmp_path / "a", tmp_path / "killed")
+        with Session(tmp_path / "killed", build) as recovered:
+            assert same_state(recovered.learner, session.learner)
+    assert same_state(plain_learner(tmp_path / "a", build), session.learner)
 
 
 def test_updates_in_shards(tmp_path):
@@ -314,18 +328,18 @@ def test_eight_threads_call_everything(tmp_path, mode):
 def test_predictions_are_answered_during_an_update(tmp_path, monkeypatch):
     """From the parameters before it, and with data that arrives meanwhile."""
     running, go_on = threading.Event(), threading.Event()
-    original = Learner.update
+    original = PreparedUpdate.run
     with Session(tmp_path / "a", make, share=1.0) as session:
         session.observe(*batch(0), task="a")
         session.wait()
         before, step = session.predict(batch(5)[0], "a"), session.learner.step
 
-        def slow(self, steps=None):
+        def slow(self):
             running.set()
             assert go_on.wait(60)
-            original(self, steps)
+            return original(self)
 
-        monkeypatch.setattr(Learner, "update", slow)
+        monkeypatch.setattr(PreparedUpdate, "run", slow)
         session.observe(*batch(1), task="b")
         assert running.wait(60)
         assert torch.equal(session.predict(batch(5)[0], "a"), before)
