@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from metaleader.engine.compiled import compiling, use_project_cache
 from metaleader.engine.objective import Objective
+from metaleader.engine.products import rewrite_products
 from metaleader.system.tracing import tracing
 
 # A gradient of more operations is compiled in pieces. Inductor takes about a minute for 10,000 operations.
@@ -49,6 +50,7 @@ class WholeProgram:
 
         with torch.no_grad(), compiling(), tracing():
             graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+        rewrite_products(graph)
         with torch.no_grad(), compiling():
             self._graph = compile_graph(graph, tensors)
 
