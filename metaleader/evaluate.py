@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from metaleader.engine.determinism import repeatable
-from metaleader.learners import Learner, predict_together, update_together
+from metaleader.learners import Learner, store, trial, update_together
 from metaleader.losses import Loss, takes_labels, unsmoothed
-from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, stream_advice, to_device
-
-ADAPTATION_STEPS = 5
-
-# Groups of output columns by name, as slices
-Parts = Mapping[str, slice]
-NO_PARTS: Parts = MappingProxyType({})
+from metaleader.measure import ADAPTATION_STEPS, NO_PARTS, Parts, measure_together, overrides
+from metaleader.tasks import Task, TaskStream, num_rows, rows, stream_advice, to_device
 
 
 @dataclass(frozen=True)
@@ -39,7 +29,8 @@ class Record:
         needed: the number of datapoints at the first record of this round that met the threshold; None before that.
         more: loss and accuracy for other numbers of adaptation steps (`loss_1`, `accuracy_1`, ...); if the net has
             batch norm, with the statistics of D_t (`loss_task`, `accuracy_task`); the losses of the `parts` of the
-            outputs; for tasks with ids, `new_datapoints`, the number of datapoints of D_t that no earlier task had.
+            outputs; for tasks with ids, `new_datapoints`, the number of datapoints of D_t that no earlier task had;
+            for sizes in `before_at`, the loss and accuracy of the regret (`loss_before`, `accuracy_before`).
     """
 
     protocol: Literal["online", "regret"]
@@ -84,6 +75,7 @@ def play_together(
     gamma: float | None = None,
     steps: int | Sequence[int] = ADAPTATION_STEPS,
     measure_at: Collection[int] | None = None,
+    before_at: Collection[int] = (),
     regret: bool = False,
     loss: Loss | None = None,
     parts: Parts = NO_PARTS,
@@ -92,6 +84,7 @@ def play_together(
     """Play one stream per learner in lockstep; two or more learners are updated as one batched program.
 
     Learners whose class overrides `update` or `observe`, and objects that are not a `Learner`, are updated one by one.
+    Measurements leave parameters, data and draws of the learners as they are.
 
     Args:
         learners: learners of the same type and shape; they are changed in place.
@@ -101,7 +94,11 @@ def play_together(
         gamma: the threshold of proficiency: an accuracy to reach, or for regression a loss.
         steps: one or more numbers of adaptation steps to measure; the first gives `loss` and `accuracy`, the others
             are in `more`.
-        measure_at: sizes of D_t to measure at; every reveal if None.
+        measure_at: sizes of D_t to measure at; every reveal if None. At a size between two reveals, the result is that
+            of a shorter reveal, with its updates, after which the learners return to their state before it.
+        before_at: sizes of D_t, among those measured, at which w_t is measured too: the learner as it was before it
+            observed any data of the round, adapted to D_t. The regret of Eq. 3 is made of these losses. Learners that
+            restart in every round have none.
         regret: whether to follow the regret protocol.
         loss: the loss to report; if None, the learner's loss without label smoothing.
         parts: slices of the outputs by name; the loss of each is reported as `loss_NAME` in `more`.
@@ -118,35 +115,87 @@ def play_together(
     metric = loss or unsmoothed(learners[0].loss)
     if gamma is not None:
         _check_threshold(gamma, takes_labels(metric))
-    # A learner that restarts in every round trains only on D_t: its updates are its adaptation.
-    update = not regret or all(getattr(learner, "restarts", False) for learner in learners)
-    num_late = 0  # updates of the round before
+    options = _Options(reveal, reveals, gamma, steps, measure_at, before_at, regret, metric, parts)
     for t in range(start, len(streams[0])):
         tasks = [stream[t] for stream in streams]
         _check_tasks(tasks, t)
-        if not update and t > 0:
-            num_late = len(range(0, _revealed(streams[0][t - 1], reveal, reveals), reveal))
-        _begin(learners, tasks, num_late)
-        needed: list[int | None] = [None] * len(tasks)
-        pairs = list(zip(learners, tasks, strict=True))
-        tests = [to_device(task.test, getattr(learner, "device", "cpu")) for learner, task in pairs]
-        stop = _revealed(tasks[0], reveal, reveals)
-        for first in range(0, stop, reveal):
-            datapoints = min(first + reveal, stop)
-            _observe(learners, tasks, slice(first, datapoints), update=update)
-            if measure_at is not None and datapoints not in measure_at:
-                continue
-            records = []
-            measured = measure_together(learners, tests, metric, steps, parts)
-            for r, ((learner, task), values) in enumerate(zip(pairs, measured, strict=True)):
-                if gamma is not None and needed[r] is None and _meets(values, gamma):
-                    needed[r] = datapoints
-                if task.ids is not None and hasattr(learner, "num_new"):
-                    values["new_datapoints"] = learner.num_new
-                value, accuracy = values.pop("loss"), values.pop("accuracy", None)
-                protocol = "regret" if regret else "online"
-                records.append(Record(protocol, t, task.name, datapoints, value, accuracy, needed[r], values))
-            yield records
+        num_late = len(_ends(streams[0][t - 1], options)) if t > 0 and not _updates(learners, regret) else 0
+        yield from _play_round(learners, tasks, t, num_late, options)
+
+
+class _Options(NamedTuple):
+    """The arguments of `play_together` that every round needs."""
+
+    reveal: int
+    reveals: int | None
+    gamma: float | None
+    steps: Sequence[int]
+    measure_at: Collection[int] | None
+    before_at: Collection[int]
+    regret: bool
+    metric: Loss
+    parts: Parts
+
+
+def _play_round(
+    learners: Sequence[Any], tasks: Sequence[Task], t: int, num_late: int, options: _Options
+) -> Iterator[list[Record]]:
+    """Play a round, after the updates that are due from the round before."""
+    metric, gamma, steps = options.metric, options.gamma, options.steps
+    update, ends = _updates(learners, options.regret), _ends(tasks[0], options)
+    stop = max(ends, default=0)
+    sizes = ends if options.measure_at is None else sorted(size for size in {*options.measure_at} if 0 < size <= stop)
+    between = [size for size in sizes if size not in ends]
+    early = [] if _restart(learners) else sorted(size for size in {*options.before_at} if size <= stop)
+    _check_trials(learners, between, early, sizes, t)
+    _begin(learners, tasks, num_late)
+    needed: list[int | None] = [None] * len(tasks)
+    tests = [
+        to_device(task.test, getattr(learner, "device", "cpu")) for learner, task in zip(learners, tasks, strict=True)
+    ]
+
+    def records(datapoints: int) -> list[Record]:
+        """The records of the learners as they are now."""
+        records = []
+        measured = measure_together(learners, tests, metric, steps, options.parts)
+        for r, (learner, task, values) in enumerate(zip(learners, tasks, measured, strict=True)):
+            if gamma is not None and needed[r] is None and _meets(values, gamma):
+                needed[r] = datapoints
+            if task.ids is not None and hasattr(learner, "num_new"):
+                values["new_datapoints"] = learner.num_new
+            if datapoints in before:
+                values |= {f"{n}_before": v for n, v in before[datapoints][r].items() if n in ("loss", "accuracy")}
+            value, accuracy = values.pop("loss"), values.pop("accuracy", None)
+            protocol = "regret" if options.regret else "online"
+            records.append(Record(protocol, t, task.name, datapoints, value, accuracy, needed[r], values))
+        return records
+
+    before: dict[int, list[dict[str, float]]] = {}
+    for size in early:
+        with trial(learners):
+            _observe(learners, tasks, slice(0, size), update=False, tried=True)
+            before[size] = measure_together(learners, tests, metric, steps[:1])
+    for first, end in zip([0, *ends[:-1]], ends, strict=True):
+        for size in (size for size in between if first < size < end):
+            with trial(learners):
+                _observe(learners, tasks, slice(first, size), update, tried=True)
+                found = records(size)
+            yield found
+        _observe(learners, tasks, slice(first, end), update)
+        if end in sizes:
+            yield records(end)
+
+
+def _restart(learners: Sequence[Any]) -> bool:
+    return all(getattr(learner, "restarts", False) for learner in learners)
+
+
+def _updates(learners: Sequence[Any], regret: bool) -> bool:
+    """Whether updates are made within a round.
+
+    A learner that restarts in every round trains only on D_t: its updates are its adaptation, also for the regret.
+    """
+    return not regret or _restart(learners)
 
 
 def preload(learner: Any, stream: TaskStream | Sequence[Task], tasks: int, datapoints: int | None = None) -> None:
@@ -171,74 +220,6 @@ def preload(learner: Any, stream: TaskStream | Sequence[Task], tasks: int, datap
         _observe([learner], [task], slice(0, datapoints), update=False)
 
 
-@torch.no_grad()
-def measure_together(
-    learners: Sequence[Any],
-    tests: Sequence[Batch],
-    metric: Loss,
-    steps: Sequence[int] = (ADAPTATION_STEPS,),
-    parts: Parts = NO_PARTS,
-) -> list[dict[str, float]]:
-    """Results of `measure` for learners of the same shape, as one batched program if none overrides `adapt`."""
-    batched = not any(_overrides(learner, "adapt") for learner in learners)
-    predictions = predict_together(learners, [test.x for test in tests], steps) if batched else None
-    if predictions is None:
-        return [measure(learner, test, metric, steps, parts) for learner, test in zip(learners, tests, strict=True)]
-    scores = []
-    for r, test in enumerate(tests):
-        values: dict[str, Tensor] = {}
-        for name, prediction in predictions.items():
-            values |= _scores(prediction[r], test, metric, parts, "" if name == str(steps[0]) else f"_{name}")
-        scores.append(values)
-    numbers = torch.stack([torch.stack([value.double() for value in values.values()]) for values in scores]).tolist()
-    return [dict(zip(values, row, strict=True)) for values, row in zip(scores, numbers, strict=True)]
-
-
-@torch.no_grad()
-def measure(
-    learner: Any,
-    test: Batch,
-    metric: Loss,
-    steps: Sequence[int] = (ADAPTATION_STEPS,),
-    parts: Parts = NO_PARTS,
-    task: str | None = None,
-) -> dict[str, float]:
-    """Adapt, then compute loss and accuracy on held-out data for each number of steps; one transfer to the host.
-
-    With `task`, the learner adapts to all data of that name instead of D_t.
-    """
-    named = {} if task is None else {"task": task}
-    test = to_device(test, getattr(learner, "device", "cpu"))
-    nets = dict(zip(map(str, steps), learner.adapt(steps=list(steps), statistics="batch", **named), strict=True))
-    if getattr(learner, "has_batch_norm", False):
-        nets["task"] = learner.adapt(steps=steps[0], statistics="task", **named)
-    values: dict[str, Tensor] = {}
-    with repeatable(tree_leaves(test.x)[0].device):
-        for name, net in nets.items():
-            values |= _scores(net(test.x), test, metric, parts, "" if name == str(steps[0]) else f"_{name}")
-    numbers = torch.stack([value.double() for value in values.values()]).tolist()
-    return dict(zip(values, numbers, strict=True))
-
-
-def _scores(prediction: Tensor, test: Batch, metric: Loss, parts: Parts, suffix: str) -> dict[str, Tensor]:
-    scores = {f"loss{suffix}": metric(prediction, test.y).mean()}
-    if takes_labels(metric) or (has_labels(test) and prediction.ndim == 2 and prediction.shape[1] > 1):
-        scores[f"accuracy{suffix}"] = (prediction.argmax(1) == test.y).float().mean()
-    for name, columns in () if suffix else parts.items():  # for the first number of steps only
-        if prediction.ndim != 2 or not prediction[:, columns].numel():
-            raise ValueError(
-                f"there is no part {name!r} ({columns}) of outputs {tuple(prediction.shape)}: check `parts`"
-            )
-        scores[f"loss_{name}"] = metric(prediction[:, columns], test.y[:, columns]).mean()
-    return scores
-
-
-def has_labels(batch: Batch) -> bool:
-    """Whether the targets are integers, one per datapoint: of predictions with columns, the accuracy is measured."""
-    y = batch.y
-    return isinstance(y, Tensor) and not y.is_floating_point() and y.ndim == 1
-
-
 def _begin(learners: Sequence[Any], tasks: Sequence[Task], num_late: int = 0) -> None:
     """Begin a round; in the regret protocol with the updates of the round before."""
     keeps_one = num_late > 0 and all(getattr(learner, "max_tasks", None) == 1 for learner in learners)
@@ -251,12 +232,18 @@ def _begin(learners: Sequence[Any], tasks: Sequence[Task], num_late: int = 0) ->
         _update(learners, num_late)
 
 
-def _observe(learners: Sequence[Any], tasks: Sequence[Task], datapoints: slice, update: bool) -> None:
-    batched = _are_batched(learners)
+def _observe(
+    learners: Sequence[Any], tasks: Sequence[Task], datapoints: slice, update: bool, tried: bool = False
+) -> None:
+    """Reveal datapoints; `tried` says that it is within a trial."""
+    batched = tried or _are_batched(learners)
     for learner, task in zip(learners, tasks, strict=True):
         batch = rows(task.train, datapoints)
         ids = {} if task.ids is None else {"ids": task.ids[datapoints]}
-        learner.observe(batch.x, batch.y, update=update and not batched, **ids)
+        if tried:
+            store(learner, batch.x, batch.y, ids=ids.get("ids"), update=update)
+        else:
+            learner.observe(batch.x, batch.y, update=update and not batched, **ids)
     if update and batched:
         update_together(learners)
 
@@ -272,19 +259,14 @@ def _update(learners: Sequence[Any], times: int) -> None:
 
 def _are_batched(learners: Sequence[Any]) -> bool:
     """Whether learners are updated as one program: not if there is one, nor if one has updates of its own."""
-    return len(learners) > 1 and not any(_overrides(learner, "update", "observe") for learner in learners)
+    return len(learners) > 1 and not any(overrides(learner, "update", "observe") for learner in learners)
 
 
-def _overrides(learner: Any, *names: str) -> bool:
-    """Whether an object has methods of its own in place of those of `Learner`."""
-    return not isinstance(learner, Learner) or any(
-        getattr(type(learner), name) is not getattr(Learner, name) or name in vars(learner) for name in names
-    )
-
-
-def _revealed(task: Task, reveal: int, reveals: int | None) -> int:
-    num = num_rows(task.train)
-    return num if reveals is None else min(num, reveal * reveals)
+def _ends(task: Task, options: _Options) -> list[int]:
+    """The size of D_t after each reveal."""
+    num, reveal = num_rows(task.train), options.reveal
+    stop = num if options.reveals is None else min(num, reveal * options.reveals)
+    return [min(first + reveal, stop) for first in range(0, stop, reveal)]
 
 
 def _meets(values: dict[str, float], gamma: float) -> bool:
@@ -302,8 +284,25 @@ def _check_options(reveal: int, reveals: int | None, steps: Sequence[int], parts
         raise ValueError(f"reveal and reveals must be at least 1, got {reveal} and {reveals}")
     if not steps or any(not isinstance(number, int | np.integer) or number < 0 for number in steps):
         raise ValueError(f"steps must be one or more numbers of adaptation steps, each 0 or more; got {steps}")
-    if reserved := sorted({"task", *map(str, steps)} & parts.keys()):
+    if reserved := sorted({"task", "before", *map(str, steps)} & parts.keys()):
         raise ValueError(f"parts of the outputs cannot be named {reserved}: records have other losses of that name")
+
+
+def _check_trials(learners: Sequence[Any], between: list[int], early: list[int], sizes: list[int], t: int) -> None:
+    if other := sorted({*early} - {*sizes}):
+        raise ValueError(f"before_at has {other}, but round {t} is measured at {sizes} datapoints")
+    for learner in learners:
+        if (between or early) and not can_try(learner):
+            name, wanted = ("measure_at", between) if between else ("before_at", early)
+            raise ValueError(
+                f"{name} has {wanted}, which needs a learner that can return to an earlier state; a"
+                f" {type(learner).__name__} with its own observe or update cannot: leave these sizes out"
+            )
+
+
+def can_try(learner: Any) -> bool:
+    """Whether a learner can be measured between reveals, and before it trains on a task."""
+    return not overrides(learner, "observe", "update")
 
 
 def _check_streams(streams: Sequence[Any], num_learners: int, start: int) -> None:
@@ -332,7 +331,7 @@ def _check_learner(learner: Any, methods: Sequence[str], loss: Loss | None) -> N
         raise ValueError(f"a {type(learner).__name__} cannot be played: it has no {' and no '.join(absent)}")
     if loss is None and not callable(getattr(learner, "loss", None)):
         raise ValueError(f"a {type(learner).__name__} has no loss; pass the loss to report, play(..., loss=...)")
-    if isinstance(learner, Learner) and _overrides(learner, "predict") and not _overrides(learner, "adapt"):
+    if isinstance(learner, Learner) and overrides(learner, "predict") and not overrides(learner, "adapt"):
         raise ValueError(
             f"{type(learner).__name__} overrides predict, and measurements call the nets that adapt returns;"
             " override adapt, which predict calls"

@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from metaleader.evaluate import ADAPTATION_STEPS, Record
+from metaleader.evaluate import Record
 from metaleader.gradient.meta import adapt, meta_gradient
 from metaleader.gradient.selection import Params, StepSize
 from metaleader.learners.options import Model, initial_module
 from metaleader.losses import Loss, unsmoothed
+from metaleader.measure import ADAPTATION_STEPS
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
 

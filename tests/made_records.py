@@ -65,7 +65,16 @@ def uneven(records):
 
 def made_settings(gamma, steps=(5,)):
     learned = {"loss": {}, "learners": {}}
-    return {"meta_steps": 10, "reveal": 20, "reveals": 45, "gamma": gamma, "steps": list(steps), **learned}
+    return {
+        "meta_steps": 10,
+        "reveal": 20,
+        "reveals": 45,
+        "gamma": gamma,
+        "steps": list(steps),
+        "measure_at": [],
+        "before_at": [],
+        **learned,
+    }
 
 
 def made_config(records=(), preset="rainbow-mnist", **config):

@@ -23,9 +23,10 @@ from metaleader.checks.calls import (
 )
 from metaleader.checks.streams import Stream
 from metaleader.checks.trees import clone, differences, require, require_equal, snapshot
-from metaleader.evaluate import measure, play, play_together
+from metaleader.evaluate import play, play_together
 from metaleader.learners import Learner
 from metaleader.losses import unsmoothed
+from metaleader.measure import measure
 from metaleader.nets.functional import scale_uint8
 from metaleader.tasks import Task, num_rows
 

@@ -136,7 +136,7 @@ def regret(
     max_evaluations: int = 20_000,
     experiment: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
 ) -> None:
-    """Estimate the regret of the methods of a finished run that was made with --regret.
+    """Estimate the regret of the methods of a finished run, from the losses before training on each task.
 
     Args:
         folder: the run folder; regret.csv is written into it, and its report is written again.

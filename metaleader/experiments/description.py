@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,9 @@ from metaleader.experiments.experiment import Experiment
 from metaleader.learners import Learner
 from metaleader.system.builders import arguments_of, described, given_arguments, name_of, plain, settable
 
-_SIZES = ("tasks", "order", "meta_steps", "reveal", "reveals", "gamma", "steps")
+_SIZES = ("tasks", "order", "meta_steps", "reveal", "reveals", "gamma")
+# A run that continues measures what it measured before, whatever the experiment says now; see `measured_as`.
+_MEASURED = ("steps", "measure_at", "before_at")
 
 
 def described_experiment(experiment: Experiment, learners: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,12 +26,20 @@ def described_experiment(experiment: Experiment, learners: Mapping[str, Any]) ->
     parts = {name: str(columns) for name, columns in experiment.parts.items()}
     return {
         **sizes,
+        "steps": list(experiment.steps),
+        "measure_at": list(experiment.measure_at),
+        "before_at": list(experiment.sizes_before()),
         "loss": described(experiment.loss, "prediction", "target"),
         "network": {**described(experiment.network), **_structure(_built(experiment.network))},
         "stream": described(experiment.stream, "seed", "data"),
         "learners": {name: _learner(experiment, name, learner) for name, learner in learners.items()},
         **({"parts": parts} if parts else {}),
     }
+
+
+def measured_as(experiment: Experiment, settings: Mapping[str, Any]) -> Experiment:
+    """The experiment with the numbers of steps and the sizes that a run with these settings measures."""
+    return replace(experiment, **{name: tuple(settings[name]) for name in _MEASURED})
 
 
 def changes(
@@ -49,7 +60,10 @@ def changes(
         learners = {n: {k: v for k, v in options.items() if k != "model"} for n, options in given.items()}
         now = {name: now[name] for name in (*_SIZES[2:], "parts") if name in now}
         now |= {"loss": plain(given_arguments(experiment.loss)), "learners": plain(learners)}
-    before, after = (_flat(json.loads(json.dumps(tree))) for tree in (then["settings"], now))
+    before, after = (
+        _flat({name: value for name, value in json.loads(json.dumps(tree)).items() if name not in _MEASURED})
+        for tree in (then["settings"], now)
+    )
     before["tasks played"], after["tasks played"] = then["tasks"], tasks
     names = dict.fromkeys([*before, *after])
     missing = object()

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from metaleader.evaluate import Parts
 from metaleader.experiments.claims import Better
 from metaleader.losses import Loss, takes_labels
+from metaleader.measure import Parts
 from metaleader.methods import Method, known_method, styles
 from metaleader.tasks import Task, TaskStream, num_rows
 
@@ -44,6 +44,10 @@ class Experiment:
         gamma: the threshold of proficiency: an accuracy to reach, or for regression a loss; None for no threshold.
         panels: the sizes of D_t shown in figures and tables, ascending; by default one reveal and all reveals.
         steps: numbers of adaptation steps measured; the first gives the columns `loss` and `accuracy`.
+        measure_at: the sizes of D_t measured, ascending, the last being all data; by default every reveal. A size
+            between two reveals is measured after the updates of a shorter reveal, from which the learner then returns.
+        before_at: the sizes of D_t at which w_t is also measured before the learner trains on the task, as the regret
+            requires (columns `loss_before` and `accuracy_before`); by default those of `panels`.
         error_name: the name of the error in figures and tables.
         claims: claims that `metaleader verify` tests, such as `better("ftml", "toe", at=20, margin=0.02)`.
         extras: methods that run only if they are named.
@@ -63,7 +67,9 @@ class Experiment:
     meta_steps: int = 10
     gamma: float | None = None
     panels: Sequence[int] = ()
-    steps: Sequence[int] = (5, 1, 10)
+    steps: Sequence[int] = (5, 0, 1, 10, 20)
+    measure_at: Sequence[int] = ()
+    before_at: Sequence[int] | None = None
     error_name: str = ""
     claims: Sequence[Better] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
@@ -82,12 +88,15 @@ class Experiment:
             raise ValueError(f"gamma must be a number or None, got {_short(self.gamma)}")
         if self.order is not None and not isinstance(self.order, str):
             self._set("order", _integers("order", self.order, 0))
-        for name, low in (("panels", 1), ("steps", 0)):
-            self._set(name, _integers(name, getattr(self, name), low))
+        for name, low in (("panels", 1), ("steps", 0), ("measure_at", 1), ("before_at", 1)):
+            if getattr(self, name) is not None:
+                self._set(name, _integers(name, getattr(self, name), low))
         if not self.steps or len(set(self.steps)) < len(self.steps):
             raise ValueError(f"steps must be one or more different numbers, got {self.steps}")
-        if list(self.panels) != sorted(set(self.panels)):
-            raise ValueError(f"panels must be ascending, got {self.panels}")
+        for name in ("panels", "measure_at", "before_at"):
+            values = getattr(self, name) or ()
+            if list(values) != sorted(set(values)):
+                raise ValueError(f"{name} must be ascending, got {values}")
         for name in ("error_name", "summary"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, got {_short(getattr(self, name))}")
@@ -124,8 +133,21 @@ class Experiment:
 
     def sizes(self) -> tuple[int, ...]:
         """The sizes of D_t shown in figures and tables."""
-        largest = self.reveal * (self.reveals or 1)
-        return tuple(self.panels) or tuple(sorted({self.reveal, largest}))
+        measured = self.measured()
+        return tuple(self.panels) or tuple(sorted({measured[0], measured[-1]}))
+
+    def measured(self) -> tuple[int, ...]:
+        """The sizes of D_t that are measured."""
+        return tuple(self.measure_at) or tuple(range(self.reveal, self.reveal * (self.reveals or 1) + 1, self.reveal))
+
+    def between(self) -> tuple[int, ...]:
+        """The sizes of D_t that are measured between two reveals."""
+        ends = range(self.reveal, self.reveal * (self.reveals or 1) + 1, self.reveal)
+        return tuple(size for size in self.measure_at if size not in ends)
+
+    def sizes_before(self) -> tuple[int, ...]:
+        """The sizes of D_t at which w_t is measured before the learner trains on the task."""
+        return self.sizes() if self.before_at is None else tuple(self.before_at)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -154,13 +176,20 @@ class Experiment:
     def _check_panels(self) -> None:
         if self.reveals is None:
             return
-        measured = range(self.reveal, self.reveal * self.reveals + 1, self.reveal)
-        for size in self.panels:
-            if size not in measured:
-                raise ValueError(
-                    f"panels has {size}, but reveal={self.reveal} and reveals={self.reveals} measure"
-                    f" {_some(list(measured))} datapoints; change panels, or leave it out"
-                )
+        largest, measured = self.reveal * self.reveals, self.measured()
+        if not largest - self.reveal < measured[-1] <= largest:
+            raise ValueError(
+                f"the last size of measure_at must be all data, because it tells whether a task was solved:"
+                f" reveal={self.reveal} and reveals={self.reveals} reveal {largest} datapoints, got"
+                f" {_some(self.measure_at)}"
+            )
+        where = f"reveal={self.reveal} and reveals={self.reveals} measure" if not self.measure_at else "measure_at has"
+        for name in ("panels", "before_at"):
+            for size in getattr(self, name) or ():
+                if size not in measured:
+                    raise ValueError(
+                        f"{name} has {size}, but {where} {_some(measured)} datapoints; change {name}, or leave it out"
+                    )
 
 
 def _methods(kind: str, given: Any) -> dict[str, Method]:

@@ -21,7 +21,8 @@ from metaleader.system.builders import (
 )
 
 # The fields of an experiment that are numbers or lists of numbers.
-SIZES = ("tasks", "order", "meta_steps", "reveal", "reveals", "gamma", "panels", "steps", "error_name", "threads")
+SIZES = ("tasks", "order", "meta_steps", "reveal", "reveals", "gamma", "panels", "steps", "measure_at", "before_at")
+SIZES += ("error_name", "threads")
 # Arguments that the run passes, and those that no text can express.
 _RUN = {"seed": "--first-seed and --seeds", "data": "--data", "device": "--device", "engine": "--engine"}
 _RUN |= {"shards": "--shards"}
@@ -186,12 +187,16 @@ def _with_sizes(experiment: Experiment, sizes: Mapping[str, Any]) -> Experiment:
     if not sizes:
         return experiment
     changed: dict[str, Any] = dict(sizes)
-    if "panels" not in sizes and {"reveal", "reveals"} & sizes.keys() and experiment.panels:
+    if {"reveal", "reveals", "measure_at"} & sizes.keys():
+        if not {"reveal", "reveals"}.isdisjoint(sizes):
+            changed.setdefault("measure_at", ())
         reveal, reveals = (sizes.get(name, getattr(experiment, name)) for name in ("reveal", "reveals"))
+        given = changed["measure_at"] if isinstance(changed["measure_at"], list | tuple) else ()
         if isinstance(reveal, int) and isinstance(reveals, int) and reveal > 0:
-            largest = reveal * reveals
-            if experiment.panels[-1] > largest or any(size % reveal for size in experiment.panels):
-                changed["panels"] = ()  # one reveal and all: the given sizes are no longer measured
+            measured = given or range(reveal, reveal * reveals + 1, reveal)
+            for name, default in (("panels", ()), ("before_at", None)):
+                if name not in sizes and any(size not in measured for size in getattr(experiment, name) or ()):
+                    changed[name] = default  # the given sizes are no longer measured
     texts = ", ".join(f"{name}={json.dumps(value)}" for name, value in sizes.items())
     try:
         return replace(experiment, **changed)

@@ -31,8 +31,11 @@ class Change:
                 self._before.append((mark, *(getattr(learner, name) for name in _FIELDS)))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            return
+        if kind is not None:
+            self.undo()
+
+    def undo(self) -> None:
+        """Restore memory, state, round and task."""
         for learner, (mark, *values) in zip(self._learners, self._before, strict=True):
             with learner.locks.reading:
                 values[0].rollback(mark)

@@ -5,7 +5,6 @@ A subclass only defines, once, the objective of its updates, the tasks that they
 
 from __future__ import annotations
 
-import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,13 +20,14 @@ from metaleader.gradient.selection import Params
 from metaleader.learners import prediction
 from metaleader.learners.changes import Change
 from metaleader.learners.checkpoint import load_learner, load_state, save_learner
-from metaleader.learners.data import checked_batch, memory_by_class
+from metaleader.learners.data import memory_by_class
 from metaleader.learners.definition import Definition, with_own_gradient
 from metaleader.learners.locks import Locks
 from metaleader.learners.many import predict_many
 from metaleader.learners.optimizer import Rule, State, state_tree
 from metaleader.learners.options import Configured, Model, initial_module, initial_params
-from metaleader.learners.sharded import agree_on_batch, agree_on_learner
+from metaleader.learners.sharded import agree_on_learner
+from metaleader.learners.trial import store
 from metaleader.learners.update import update_together
 from metaleader.losses import Loss, check_loss
 from metaleader.memory.by_task import TaskBuffer
@@ -156,14 +156,10 @@ class Learner(Configured, ABC):
             update: False only stores the data; call `update` later.
         """
         task = None if task is None else str(task)
-        with self.locks.changing:
-            check = functools.partial(checked_batch, self, x, y, task)
-            batch = check() if self.sharding.group.size == 1 else agree_on_batch(self, check, task, update)
-            with Change([self]):
-                with self.locks.reading:
-                    self.memory.append(batch, ids, task)
-                if update:
-                    self.update()
+        with self.locks.changing, Change([self]):
+            store(self, x, y, task, ids, update)
+            if update:
+                self.update()
 
     @keeps_settings
     def forget(self, name: str) -> None:

@@ -27,7 +27,6 @@ def experiment(schedule: str = "standard") -> ml.Experiment:
         reveals=reveals,
         meta_steps=meta_steps,
         gamma=0.1,
-        steps=(5, 1, 10, 20),
         error_name="squared error",
         # The tensors are so small that a second thread makes updates slower.
         threads=1,

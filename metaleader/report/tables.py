@@ -55,12 +55,14 @@ def results_table(runs: Sequence[Shown]) -> str:
 
 
 def readings_table(runs: Sequence[Shown]) -> str:
-    """Other numbers of steps, batch norm with the statistics of D_t, and numbers of new datapoints, if recorded."""
+    """Other numbers of steps, statistics of D_t, w_t before training, and numbers of new datapoints, if recorded."""
     columns = {name for run in runs for name in (run.records[0] if run.records else {})}
     found = dict.fromkeys(suffix for run in runs for suffix in step_suffixes(run.records))
     suffixes = {suffix: f"{suffix[1:]} step{'' if suffix == '_1' else 's'}" for suffix in found}
     if "loss_task" in columns:
         suffixes["_task"] = "batch norm by D_t"
+    if "loss_before" in columns:
+        suffixes["_before"] = "before training on the task"
     has_new = "new_datapoints" in columns
     if not suffixes and not has_new:
         return ""

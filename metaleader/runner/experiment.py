@@ -17,11 +17,12 @@ from rich.console import Console
 from metaleader.distributed.group import Group, current_group
 from metaleader.engine.determinism import seeded
 from metaleader.engine.engine import Engine
-from metaleader.evaluate import Record, has_labels, play_together, preload
+from metaleader.evaluate import Record, can_try, play_together, preload
 from metaleader.experiments.description import changes
 from metaleader.experiments.files import Source
 from metaleader.learners import Learner
 from metaleader.losses import takes_labels, unsmoothed
+from metaleader.measure import has_labels
 from metaleader.report.figures import draw_figures
 from metaleader.report.loaded import load_runs
 from metaleader.report.page import report_runs
@@ -98,7 +99,7 @@ def resume_experiment(folder: Path, file: Path | None = None, on_record: OnRecor
 
 def resumed_plan(config: Config, file: Path | None) -> Plan:
     """The plan of a run that exists; raises ValueError if its experiment has changed."""
-    plan = planned(_options_of(config, file))
+    plan = planned(_options_of(config, file), config["settings"])
     _check_unchanged(config, plan)
     return plan
 
@@ -171,7 +172,7 @@ def _play_method(
         records: list[list[Record]] = []
         for reveal in play(t):
             records.append(reveal)
-            display.reveal(reveal, len(records) / (experiment.reveals or 1))
+            display.reveal(reveal, len(records) / len(experiment.measured()))
         states = [learner.state_dict(data=False) for learner in learners] if has_state else []
         state = {"engine": engine.mode, "learners": states}
         seconds = time.perf_counter() - started
@@ -195,6 +196,8 @@ def play_round(
             reveals=experiment.reveals,
             gamma=experiment.gamma,
             steps=experiment.steps,
+            measure_at=experiment.measure_at or None,
+            before_at=experiment.sizes_before() if all(map(can_try, learners)) else (),
             regret=plan.options.regret,
             loss=unsmoothed(experiment.loss),
             parts=experiment.parts,
@@ -225,6 +228,8 @@ def _more_columns(plan: Plan, stream: TaskStream) -> list[str]:
     names = ["loss", "accuracy"] if has_accuracy else ["loss"]
     columns = [f"loss_{name}" for name in experiment.parts]
     columns += [f"{name}_{number}" for number in experiment.steps[1:] for name in names]
+    if experiment.sizes_before():  # whatever the methods, so that runs of single methods can be joined
+        columns += [f"{name}_before" for name in names]
     if any(getattr(learner, "has_batch_norm", False) for learner in plan.samples.values()):
         columns += [f"{name}_task" for name in names]
     return columns + (["new_datapoints"] if first.ids is not None else [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,8 @@ import tyro
 
 from metaleader.engine.determinism import seeded
 from metaleader.engine.engine import Mode
-from metaleader.experiments.description import described_experiment
+from metaleader.evaluate import can_try
+from metaleader.experiments.description import described_experiment, measured_as
 from metaleader.experiments.experiment import Experiment
 from metaleader.experiments.files import Source, load_experiment
 from metaleader.experiments.settings import with_settings
@@ -141,8 +142,13 @@ def find_experiment(name: str, schedule: Any = "standard") -> Source:
     return load_experiment(path, schedule)
 
 
-def planned(options: RunOptions) -> Plan:
-    """Find the experiment, change its settings, and fill in all defaults; raises ValueError for invalid ones."""
+def planned(options: RunOptions, recorded: Mapping[str, Any] | None = None) -> Plan:
+    """Find the experiment, change its settings, and fill in all defaults; raises ValueError for invalid ones.
+
+    Args:
+        options: the options.
+        recorded: the settings of a run that exists: what it has measured is measured again.
+    """
     source = find_experiment(options.experiment, options.schedule)
     experiment = source.experiment
     methods = tuple(experiment.methods) if options.methods is None else tuple(dict.fromkeys(options.methods))
@@ -161,12 +167,21 @@ def planned(options: RunOptions) -> Plan:
         with explained("the stream cannot be read"):
             experiment = experiment.sized(stream)
             _check_stream(stream, experiment)
+    if recorded is not None:
+        experiment = measured_as(experiment, recorded)
+    elif options.regret:
+        experiment = dataclasses.replace(experiment, before_at=())  # all losses are those before training
     assert experiment.tasks is not None
     check_integer("shards", options.shards, 1)
     samples = {name: make_learner(experiment, name, seed=options.first_seed, shards=options.shards) for name in methods}
     for name, learner in samples.items():
         if options.regret and not hasattr(learner, "update"):
             raise ValueError(f"--regret needs learners with update(); {name} has none: leave it out with --methods")
+        if experiment.between() and not can_try(learner):
+            raise ValueError(
+                f"{name} has its own observe or update, so it can be measured after reveals only: leave it out with"
+                f" --methods, or {', '.join(map(str, experiment.between()))} out of measure_at"
+            )
     with explained("the network cannot be built"):
         description = described_experiment(experiment, samples)
     options = dataclasses.replace(

@@ -41,15 +41,16 @@ def regret_of_run(
     tolerance: float = 0.01,
     max_evaluations: int = 20_000,
 ) -> Path:
-    """Estimate the regret of each method of a finished run of the regret protocol; write `regret.csv` and the report.
+    """Estimate the regret of each method of a finished run; write `regret.csv` and the report.
 
+    The losses are those before training on a task: the column `loss_before`, or `loss` in a run with `--regret`.
     Methods that adapt in the same way have the same comparator, whose optimisation starts from the parameters of the
     best of them. Each method is compared with the best initialisation for its own adaptation.
 
     Args:
         folder: the run folder.
         file: the experiment file, if it has moved; it must be unchanged.
-        at: the size of D_t; the largest if None.
+        at: the size of D_t; the largest with such losses if None.
         dynamic: also estimate the dynamic regret, with one comparator per round.
         tolerance: the tolerance of the optimisation, see `metaleader.regret.hindsight`.
         max_evaluations: the number of meta-gradients, per optimisation, after which to stop without convergence.
@@ -58,20 +59,28 @@ def regret_of_run(
         The path of `regret.csv`.
 
     Raises:
-        ValueError: if the run is of the online protocol or is not finished, or if no method has a comparator.
+        ValueError: if the run has no such losses or is not finished, or if no method has a comparator.
     """
     with Run(folder) as run:
-        if not run.config["regret"]:
-            raise ValueError(f"{folder} is a run of the online protocol; the regret needs `metaleader run --regret`")
+        column = "loss" if run.config["regret"] else "loss_before"
         if not run.finished():
             raise ValueError(f"{folder} is not finished: continue it with `metaleader resume {folder}`")
         plan = resumed_plan(run.config, experiment_file(folder, run.config, file))
         set_threads(run.config["threads"])
-        records = read_records(folder)
+        records = [
+            {**record, "loss": record[column]} for record in read_records(folder) if record.get(column) is not None
+        ]
         sizes = sorted({record["datapoints"] for record in records})
+        if not sizes:
+            raise ValueError(
+                f"{folder} has no losses from before training on a task, of which the regret is made; run again with"
+                " before_at, or with --regret and learners of this library"
+            )
         size = sizes[-1] if at is None else at
         if size not in sizes:
-            raise ValueError(f"the run has no measurements at {size} datapoints, but at {', '.join(map(str, sizes))}")
+            raise ValueError(
+                f"the run has no measurements before training at {size} datapoints, but at {', '.join(map(str, sizes))}"
+            )
         limits = {"tolerance": tolerance, "max_evaluations": max_evaluations}
         rows = _regrets(
             run, plan, where(records, datapoints=size), functools.partial(_compare, plan, size, dynamic, limits)
@@ -90,6 +99,8 @@ def _regrets(run: Run, plan: Plan, records: Records, compare: Any) -> list[list[
     groups: dict[_Key, list[str]] = {}
     for method in plan.methods:
         try:
+            if not where(records, method=method):
+                raise ValueError("it was not measured before training on a task")
             groups.setdefault(_key(plan.experiment, method, plan.samples[method]), []).append(method)
         except ValueError as error:
             print(f"note: {method} has no comparator: {error}")

@@ -49,6 +49,8 @@ class Settings(TypedDict):
     reveals: int
     gamma: int | float | None
     steps: list[int]
+    measure_at: list[int]  # empty: every reveal
+    before_at: list[int]
     loss: dict[str, Any]
     learners: dict[str, Any]
 
@@ -134,6 +136,9 @@ def read_config(folder: str | os.PathLike[str]) -> Config:
         config = {("experiment" if name == "preset" else name): value for name, value in config.items()}
         config = _NEW | config
     config.setdefault("shards", 1)
+    if isinstance(config.get("settings"), dict):  # sizes that earlier releases did not measure
+        for name in ("measure_at", "before_at"):
+            config["settings"].setdefault(name, [])
     _check_types(path, config, Config)
     if not 1 <= config["threads"] <= MAX_THREADS:
         raise ValueError(f"{path}: threads must lie in 1..{MAX_THREADS}, got {config['threads']!r}; change it")

@@ -110,8 +110,9 @@ def test_a_sentence_has_the_numbers_of_the_records(records, sentence):
 def test_every_record_of_the_configuration_is_there_once(run):
     config = read_config(DOCS / "results" / run)
     reveal, reveals = config["settings"]["reveal"], config["settings"]["reveals"]
+    sizes = config["settings"]["measure_at"] or range(reveal, reveal * reveals + 1, reveal)
     groups = tables.grouped_records(run)
-    assert set(groups) == {(method, reveal * (i + 1)) for method in config["methods"] for i in range(reveals)}
+    assert set(groups) == {(method, size) for method in config["methods"] for size in sizes}
     played = [(seed, t) for seed in range(config["seeds"]) for t in range(config["tasks"])]
     for records in groups.values():
         assert sorted((record["seed"], record["round"]) for record in records) == played

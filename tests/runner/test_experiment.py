@@ -186,7 +186,8 @@ def test_a_method_outside_the_table_runs_and_is_reported(tmp_path, monkeypatch, 
 
 def test_pose_records_position_and_angle_by_themselves() -> None:
     columns = runner._more_columns(planned(RunOptions("pose", schedule="quick")), SinusoidStream(tasks=1))
-    assert columns == ["loss_position", "loss_angle", "loss_1", "loss_5", "loss_20", "loss_task"]
+    steps = ["loss_0", "loss_1", "loss_5", "loss_20"]
+    assert columns == ["loss_position", "loss_angle", *steps, "loss_before", "loss_task"]
 
 
 def test_additions_to_ftml_are_each_alone_and_then_together() -> None:
