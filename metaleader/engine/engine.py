@@ -25,7 +25,7 @@ from metaleader.engine.determinism import repeatable
 from metaleader.engine.hook import HookError, HookGradient, OwnGradient, StateReadError
 from metaleader.engine.objective import Adaptation, GradientSteps, Objective, learned_rates, over_learners
 from metaleader.engine.programs import Chains, Gradient, OuterStep, Updates, compiled_gradient
-from metaleader.engine.whole import WholeProgram, is_small
+from metaleader.engine.whole import WholeProgram, has_few_operations, is_small
 from metaleader.gradient.meta import descend
 from metaleader.gradient.selection import Params
 from metaleader.gradient.unrolled import TooLargeError
@@ -77,6 +77,7 @@ class Engine:
         self._device = torch.device(device)
         self.mode: Mode = mode
         self._programs: dict[Any, Callable[..., Any]] = {}
+        self._gradients: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {}
         self._chains = Chains()
         self._pool: Any = None
 
@@ -103,12 +104,14 @@ class Engine:
         return self._run(what, inputs, lambda: self._gradient_program(objective, *inputs), eager=_is_eager(objective))
 
     def runs_updates_together(self, objective: Objective) -> bool:
-        """Whether `updates` applies: without inner steps, an update is so short that its calls dominate.
+        """Whether `updates` applies: not in eager mode, nor for gradients written by a user.
 
-        Dropout masks are drawn update by update.
+        As CUDA graphs, only updates of few operations, or without inner steps, whose calls take as long as their
+        arithmetic: a graph of several large ones takes long to capture.
         """
-        plain = objective.inner.steps == 0 and objective.task_gradient is None
-        return self.mode != "eager" and plain and not objective.network.has_dropout
+        if self.mode == "eager" or objective.task_gradient is not None:
+            return False
+        return self.mode == "compiled" or objective.inner.steps == 0 or has_few_operations(objective)
 
     @torch.no_grad()
     def updates(
@@ -119,8 +122,11 @@ class Engine:
         lrs: Tensor,
         support: Any,
         query: Any,
+        noise: Tensor | None,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Several updates of all learners as one program, the optimiser's steps included.
+
+        The bits do not depend on the number of updates of a call.
 
         Args:
             objective: the loss to minimise.
@@ -129,16 +135,17 @@ class Engine:
             lrs: the outer step sizes, (updates,).
             support: (updates, learners, tasks, ...).
             query: (updates, learners, tasks, ...).
+            noise: dropout seeds, (updates, learners, inner steps + 1, tasks), or None.
 
         Returns:
             The tensors after the updates; losses and gradient norms, (updates, 2, learners).
         """
 
         def make() -> Updates:
-            first_support, first_query = tree_map(lambda leaf: leaf[0], (support, query))
-            return Updates(self._gradient_program(objective, tensors["flat"], first_support, first_query, None), outer)
+            batches = tree_map(lambda leaf: leaf if leaf is None else leaf[0], (support, query, noise))
+            return Updates(self._shared_gradient(objective, tensors["flat"], *batches), outer)
 
-        return self._run((objective, outer), (tensors, lrs, support, query), make)
+        return self._run((objective, outer), (tensors, lrs, support, query, noise), make)
 
     @torch.no_grad()
     def predictions(
@@ -186,8 +193,7 @@ class Engine:
         mode "captured", since capturing takes as long as several calls.
         """
         leaves = tensors_of(inputs)
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        key = (what, shapes, torch.backends.cuda.matmul.allow_tf32)
+        key = (what, _shapes_of(inputs), torch.backends.cuda.matmul.allow_tf32)
         on_cpu = leaves[0].device.type == "cpu"
         # On the CPU the one setting that matters; see `repeatable`.
         with torch.autograd.set_multithreading_enabled(False) if on_cpu else repeatable(leaves[0].device):
@@ -221,6 +227,15 @@ class Engine:
         graph = Captured(program, inputs, self._pool, compiled=self.mode == "captured")
         return graph, graph(*inputs)
 
+    def _shared_gradient(self, objective: Objective, *inputs: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The gradient of one update, built once for all numbers of updates."""
+        key = (objective, self.mode, _shapes_of(inputs), torch.backends.cuda.matmul.allow_tf32)
+        if key not in self._gradients:
+            if len(self._gradients) >= _MAX_PROGRAMS:
+                del self._gradients[next(iter(self._gradients))]
+            self._gradients[key] = self._gradient_program(objective, *inputs)
+        return self._gradients[key]
+
     def _gradient_program(
         self, objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None
     ) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -245,6 +260,10 @@ class Engine:
 def engine_of(engine: Mode | Engine, meta_steps: int, device: torch.device) -> Engine:
     """An engine in a mode, for a learner that makes `meta_steps` updates at each `observe`; engines are returned."""
     return engine if isinstance(engine, Engine) else Engine(engine, _ASSUMED_OBSERVES * meta_steps, device)
+
+
+def _shapes_of(inputs: Any) -> tuple[Any, ...]:
+    return tuple((leaf.shape, leaf.dtype) for leaf in tensors_of(inputs))
 
 
 def _is_eager(objective: Objective) -> bool:

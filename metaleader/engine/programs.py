@@ -93,14 +93,14 @@ class Updates:
         self._gradient, self._make = gradient, make
 
     def __call__(
-        self, tensors: dict[str, Tensor], lrs: Tensor, support: Any, query: Any
+        self, tensors: dict[str, Tensor], lrs: Tensor, support: Any, query: Any, noise: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The tensors after the updates, and the losses and gradient norms of each, (updates, 2, learners)."""
         outer = self._make({name: value.clone() for name, value in tensors.items()})
         watched = []
         for i, lr in enumerate(lrs.unbind()):
-            batches = tree_map(lambda leaf: leaf[i], (support, query))  # noqa: B023
-            losses_and_norms, gradients = self._gradient(outer.flat, *batches, None)
+            batches = tree_map(lambda leaf: leaf if leaf is None else leaf[i], (support, query, noise))  # noqa: B023
+            losses_and_norms, gradients = self._gradient(outer.flat, *batches)
             outer.step(gradients, losses_and_norms[1], lr)
             watched.append(losses_and_norms)
         return outer.tensors, torch.stack(watched)

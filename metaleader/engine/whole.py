@@ -26,7 +26,12 @@ MAX_OPERATIONS = 4000
 
 def is_small(objective: Objective) -> bool:
     """Whether the gradient is compiled as a whole: unrolled, and of few operations."""
-    return objective.operations is not None and objective.operations <= MAX_OPERATIONS and bool(objective.inner.unroll)
+    return has_few_operations(objective) and bool(objective.inner.unroll)
+
+
+def has_few_operations(objective: Objective) -> bool:
+    """Whether the gradient is known to have so few operations that its calls take as long as its arithmetic."""
+    return objective.operations is not None and objective.operations <= MAX_OPERATIONS
 
 
 class WholeProgram:

@@ -231,22 +231,20 @@ def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draw
     lrs = outer.lrs(numbers)
     watched: list[Tensor] = []
     for chunk in chunks(numbers):
-        *batches, noise = stacked_batches(learners, numbers, draws, chunk)
+        support, query, noise = stacked_batches(learners, numbers, draws, chunk)
         if outer.form is None:
-            first = tree_map(lambda leaf: leaf[0], batches)
-            outer.form = choose_form(objective, outer.flat, first[0], first[1], None if noise is None else noise[0])
+            first = tree_map(lambda leaf: leaf if leaf is None else leaf[0], (support, query, noise))
+            outer.form = choose_form(objective, outer.flat, *first)
         objective = lead.definition.objective.in_form(outer.form)
         if outer.elementwise and engine.runs_updates_together(objective):
             tensors, values = engine.updates(
-                objective, outer.make, outer.tensors, outer.lr_tensor(lrs[chunk]), *batches
+                objective, outer.make, outer.tensors, outer.lr_tensor(lrs[chunk]), support, query, noise
             )
             outer.replace(tensors)
             watched += values
             continue
-        for i, (support, query) in enumerate(unbind(batches)):
-            values, gradients = engine.gradient(
-                objective, outer.flat, support, query, None if noise is None else noise[i]
-            )
+        for i, batches in enumerate(unbind([support, query])):
+            values, gradients = engine.gradient(objective, outer.flat, *batches, None if noise is None else noise[i])
             outer.step(gradients, values[1], lrs[chunk.start + i])
             watched.append(values)
     return torch.stack(watched)
