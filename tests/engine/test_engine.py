@@ -323,7 +323,7 @@ def test_several_updates_as_one_program_are_the_same(
             if sizes is None:
                 patch.setattr(Engine, "runs_updates_together", lambda self, objective: False)
             patch.setattr(engine_module, "Updates", spied(engine_module.Updates, made))
-            both = [learner(engine, **(given | {"seed": seed})) for seed in range(2)]
+            both = [learner(engine, seed=seed, **given) for seed in range(2)]
             done = 0
             for size in sizes or [13, 13]:
                 update_together(both, size)
