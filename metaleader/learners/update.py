@@ -243,8 +243,8 @@ def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draw
             outer.replace(tensors)
             watched += values
             continue
-        for i, batches in enumerate(unbind([support, query])):
-            values, gradients = engine.gradient(objective, outer.flat, *batches, None if noise is None else noise[i])
+        for i, (s, q) in enumerate(unbind([support, query])):
+            values, gradients = engine.gradient(objective, outer.flat, s, q, None if noise is None else noise[i])
             outer.step(gradients, values[1], lrs[chunk.start + i])
             watched.append(values)
     return torch.stack(watched)
