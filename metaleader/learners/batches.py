@@ -78,7 +78,7 @@ def gather(learner: Learner, draw: Draw | Gathered) -> tuple[Any, Any]:
     support, query = learner.memory.gather(draw)
     adaptation = learner.definition.objective.adaptation
     if adaptation is not None and adaptation.takes_weights:
-        first = _first_occurrences(torch.cat([draw.support, draw.query], -1)).to(learner.state.flat.dtype)
+        first = _first_occurrences(torch.cat([draw.support, draw.query], -1)).to(learner.state.flat)
         weights = first.split([draw.support.shape[-1], draw.query.shape[-1]], -1)
         return WeightedBatch(*support, weights[0]), WeightedBatch(*query, weights[1])
     if learner.network.num_classes is None or draw.classes is None:

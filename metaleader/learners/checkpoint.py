@@ -8,18 +8,17 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from metaleader.engine.determinism import tf32
+from metaleader.learners.data import memory_by_task, new_memory_by_class
 from metaleader.learners.optimizer import state_from_tree
 from metaleader.learners.options import Model
 from metaleader.losses import Loss
-from metaleader.memory.by_class import ClassBuffer
-from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.contract import Memory
 from metaleader.memory.fields import integer, mapping, text_or_none
 from metaleader.nets.functional import scale_uint8
@@ -36,7 +35,7 @@ _FILE, _FILE_VERSION = "metaleader-learner", 2
 # The functions among the settings: they are not saved and must be passed to `load` again.
 _CALLABLES = ("optimizer", "weights", "preprocess", "adaptation")
 # Attributes of the learner that share a name with a constructor argument
-_NO_SETTINGS = ("model", "loss", "device", "engine", "round", "task")
+_NO_SETTINGS = ("model", "loss", "device", "engine", "data_folder", "round", "task")
 
 
 def load_state(learner: Learner, state: Mapping[str, Any]) -> None:
@@ -57,15 +56,13 @@ def load_state(learner: Learner, state: Mapping[str, Any]) -> None:
 
 def _memory_of_state(learner: Learner, state: Mapping[str, Any]) -> Memory:
     """A memory with a state; that of the learner is not changed."""
-    memory, options = learner.memory, learner.options
-    kinds: dict[str, type[TaskBuffer] | type[ClassBuffer]] = {"tasks": TaskBuffer, "classes": ClassBuffer}
+    memory = learner.memory
+    kinds: dict[str, Callable[[Learner], Memory]] = {"tasks": memory_by_task, "classes": new_memory_by_class}
     if memory.kind == state["kind"]:
         restored = copy.copy(memory)
         vars(restored)["store"] = copy.copy(memory.store)
-    elif options.max_tasks is not None:
-        raise ValueError("a state of tasks with classes needs a learner without max_tasks")
     else:
-        restored = kinds[state["kind"]](learner.device, options.weights)
+        restored = kinds[state["kind"]](learner)
     restored.load_state_dict(dict(state))
     return restored
 
@@ -118,7 +115,7 @@ def load_learner(
         raise ValueError(f"{path} holds a {saved}, not a {kind.__name__}; load it with {saved}.load")
     takes = inspect.signature(kind).parameters
     _require_functions(path, [name for name in given if name in takes and name not in callables])
-    unknown = set(callables) - set(given) - {"device", "engine"}
+    unknown = set(callables) - set(given) - {"device", "engine", "data_folder"}
     if unknown:
         raise ValueError(f"{sorted(unknown)} come from the file; build a new learner to change them")
     try:

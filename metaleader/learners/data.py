@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,8 +85,37 @@ def _check_repeats(learner: Learner, batch: Batch, sizes: tuple[int, ...]) -> No
         )
 
 
+def checked_folder(folder: str | os.PathLike[str]) -> Path:
+    """A folder for data, which exists and can be written."""
+    path = Path(folder).absolute()
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"data_folder {folder} is {'not a folder' if path.exists() else 'missing'}; make it first"
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(f"data_folder {folder} cannot be written; choose another")
+    return path
+
+
+def memory_by_task(learner: Learner) -> TaskBuffer:
+    """A new memory by task."""
+    options = learner.options
+    return TaskBuffer(learner.device, options.weights, options.limits(), learner.sharding, learner.data_folder)
+
+
 def memory_by_class(learner: Learner) -> Memory:
     """The memory for a task with classes, which is by class from the first task on."""
-    memory, options = learner.memory, learner.options
+    memory = learner.memory
     is_fresh = type(memory) is TaskBuffer and learner.task is None and not memory.sizes()
-    return ClassBuffer(learner.device, options.weights) if is_fresh and options.max_tasks is None else memory
+    return new_memory_by_class(learner) if is_fresh else memory
+
+
+def new_memory_by_class(learner: Learner) -> ClassBuffer:
+    """A new memory by class."""
+    options = learner.options
+    if options.max_tasks is not None:
+        raise ValueError(
+            "tasks with classes keep their images by class, and one class belongs to many tasks: leave max_tasks at"
+            " None, and limit the images with max_datapoints (of each class) or max_bytes"
+        )
+    return ClassBuffer(learner.device, options.weights, options.limits(), learner.data_folder)

@@ -20,7 +20,7 @@ from metaleader.gradient.selection import Params
 from metaleader.learners import prediction
 from metaleader.learners.changes import Change
 from metaleader.learners.checkpoint import load_learner, load_state, save_learner
-from metaleader.learners.data import memory_by_class
+from metaleader.learners.data import checked_folder, memory_by_class, memory_by_task
 from metaleader.learners.definition import Definition, with_own_gradient
 from metaleader.learners.locks import Locks
 from metaleader.learners.many import predict_many
@@ -30,7 +30,6 @@ from metaleader.learners.sharded import agree_on_learner
 from metaleader.learners.trial import store
 from metaleader.learners.update import update_together
 from metaleader.losses import Loss, check_loss
-from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.contract import Memory
 from metaleader.nets.functional import Layout, Network, Statistics
 from metaleader.system.machine import known_device
@@ -47,8 +46,9 @@ class Learner(Configured, ABC):
         device: where parameters and data are stored.
         engine: how updates run: "eager", "graphed", "compiled", "captured", an `Engine`, or "auto" for the fastest that
             pays for 50 calls of `observe`; the choice and its reason are logged.
+        data_folder: a folder on the disk for the data, which is mapped into memory; None keeps it on the device.
         settings: the fields of `Options`: `meta_lr`, `meta_steps`, `tasks_per_step`, `query`, `optimizer`, `clip`,
-            `weights`, `max_tasks`, `preprocess`, `seed`, `shards`.
+            `weights`, `max_tasks`, `max_datapoints`, `max_bytes`, `reservoir`, `preprocess`, `seed`, `shards`.
 
     Attributes:
         options: the settings.
@@ -68,6 +68,7 @@ class Learner(Configured, ABC):
         *,
         device: str | torch.device = "cpu",
         engine: Mode | Engine = "auto",
+        data_folder: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> None:
         check_loss(loss)
@@ -76,7 +77,8 @@ class Learner(Configured, ABC):
         self.model, self.loss, self.device = model, loss, known_device(device)
         self.sharding = Sharding(self.options.shards)
         self.network = Network(initial_module(model, self.options.seed, 0), loss, self.options.preprocess, self.device)
-        self.memory: Memory = TaskBuffer(self.device, self.options.weights, self.options.max_tasks, self.sharding)
+        self.data_folder = None if data_folder is None else checked_folder(data_folder)
+        self.memory: Memory = memory_by_task(self)
         self.engine = engine_of(engine, self.options.meta_steps, self.device)
         self.definition = with_own_gradient(self, self.define(), base=Learner)
         params = self.definition.objective.params()
@@ -168,8 +170,10 @@ class Learner(Configured, ABC):
         What updates have learned from the data stays in the parameters. Files saved before keep the data. A name
         without data raises a ValueError.
         """
-        with self.locks.changing, self.locks.reading, Change([self]):
-            self.memory.forget(str(name))
+        with self.locks.changing, self.locks.reading:
+            with Change([self]):
+                self.memory.forget(str(name))
+            self.memory.scrub()
 
     @keeps_settings
     def readmit(self, name: str) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from metaleader.gradient.selection import Params, StepSize, split, step_sizes
 from metaleader.learners.optimizer import OptimizerFactory, Schedule
+from metaleader.memory.limits import Limits
 from metaleader.memory.rows import Weights
 from metaleader.nets.functional import scale_uint8
 from metaleader.system.settings import restoring
@@ -49,6 +50,14 @@ class Options:
     max_tasks: int | None = None
     """The number of tasks kept: the newest, or those with the largest `weights`. 1 keeps the current task alone: a
     streaming learner. None keeps all."""
+    max_datapoints: int | None = None
+    """The number of datapoints kept of each task; of n-way tasks, of each class. None keeps all."""
+    max_bytes: int | None = None
+    """The bytes of all datapoints kept: tasks are dropped as by `max_tasks`, and one task takes at most half. None
+    keeps all."""
+    reservoir: bool = False
+    """Whether `max_datapoints` and `max_bytes` keep a uniform random sample of the datapoints of a task; otherwise the
+    newest."""
     preprocess: Callable[[Tree], Tree] | None = scale_uint8
     """Applied to every x; by default scales uint8 to [0, 1]."""
     seed: int = 0
@@ -61,6 +70,7 @@ class Options:
         for name, low in _INTEGERS.items():
             if hasattr(self, name):
                 check_integer(name, getattr(self, name), low)
+        self.limits()
         if self.shards > self.tasks_per_step:
             raise ValueError(
                 f"shards must be at most tasks_per_step, so that each draws a task; got shards={self.shards} and"
@@ -71,14 +81,19 @@ class Options:
                 f"weights must be a function of the number of tasks, as metaleader.recency(20); got {self.weights!r}"
             )
 
+    def limits(self) -> Limits:
+        """The limits of memory."""
+        names = ("max_tasks", "max_datapoints", "max_bytes", "reservoir", "seed")
+        return Limits(**{name: getattr(self, name) for name in names})
+
     @classmethod
     def parse(cls, settings: Mapping[str, Any], learner: str) -> Self:
         """Build options from keyword arguments; a misspelt name raises an error that suggests the right one."""
         names = [field.name for field in fields(cls)]
         for name in settings:
             if name not in names:
-                close = difflib.get_close_matches(name, [*names, "device", "engine"], 1)
-                advice = f"did you mean {close[0]}?" if close else f"it has {', '.join([*names, 'device', 'engine'])}"
+                close = difflib.get_close_matches(name, [*names, *_PLACES], 1)
+                advice = f"did you mean {close[0]}?" if close else f"it has {', '.join([*names, *_PLACES])}"
                 raise ValueError(f"{learner} has no setting {name!r}; {advice}")
         return cls(**settings)
 
@@ -143,6 +158,9 @@ class Configured:
 _FIXED = frozenset({"options", "model", "loss", "device", "network", "definition", "rule", "sharding"})
 # Methods that are read when a learner is built
 _METHODS = ("define", "task_gradient", "loss_fn")
+
+# Arguments of a learner that are not options
+_PLACES = ("device", "engine", "data_folder")
 
 # The integers among the options, with their lower bounds
 _INTEGERS = {"shards": 1, "meta_steps": 0, "tasks_per_step": 1, "query": 1, "seed": 0, "inner_steps": 0}

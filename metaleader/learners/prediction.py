@@ -15,7 +15,7 @@ from metaleader.gradient.selection import Params
 from metaleader.learners.data import inputs_of
 from metaleader.learners.options import check_integer
 from metaleader.nets.functional import Statistics
-from metaleader.tasks import Batch, ClassBatch, Tree, num_rows, rng, row_signature
+from metaleader.tasks import Batch, ClassBatch, Tree, num_rows, rng, row_signature, rows
 
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
@@ -28,7 +28,7 @@ class Snapshot(NamedTuple):
         params: of the learner, by name.
         task: the name of the task.
         data: of the task; None before its first datapoint.
-        example: datapoints of any task.
+        example: a datapoint of any task.
         classes: of the open round, if the network chooses its outputs by them.
         round: t.
     """
@@ -51,7 +51,9 @@ def snapshot(learner: Learner, task: str | None) -> Snapshot:
         data = tree_map(torch.clone, data) if data is not None else None
         params = learner.layout.named(learner.state.flat)
         name = str(learner.task if task is None else task)
-        return Snapshot(params, name, data, memory.store.data, learner.chosen_classes(), max(learner.round, 0))
+        stored = memory.store.data
+        example = None if stored is None else rows(stored, slice(0, 1))
+        return Snapshot(params, name, data, example, learner.chosen_classes(), max(learner.round, 0))
 
 
 def adapt(

@@ -212,7 +212,9 @@ def _are_shareable(learners: Sequence[Learner]) -> bool:
         own = learner.definition.objective.own_gradient
         if not lead.network.is_like(learner.network) or (isinstance(own, OwnGradient) and not own.shared):
             return False
-        values.append((own.values() if isinstance(own, OwnGradient) else own, learner.state.form))
+        classes = learner.memory.current_classes()
+        ways = None if classes is None else len(classes)  # of tasks with several numbers of classes
+        values.append((own.values() if isinstance(own, OwnGradient) else own, learner.state.form, ways))
     return all(value == values[0] for value in values)
 
 

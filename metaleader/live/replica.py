@@ -85,16 +85,17 @@ class Replica:
         """The state of the replica, as plain values.
 
         Returns:
-            `tasks` and `datapoints` in memory; `set_aside`, as in the newest checkpoint when the folder was opened;
-            `step`, the number of updates in the parameters; `behind`, the number of observations that these do not
-            include; `record`, the last record of the journal read; `checkpoint`, the record of the parameters; `age`,
-            the seconds since the journal was last looked at with success; `error`; `bytes` on disk.
+            `tasks`, `datapoints` and `memory_bytes` in memory; `set_aside`, as in the newest checkpoint when the folder
+            was opened; `step`, the number of updates in the parameters; `behind`, the number of observations that these
+            do not include; `record`, the last record of the journal read; `checkpoint`, the record of the parameters;
+            `age`, the seconds since the journal was last looked at with success; `error`; `bytes` on disk.
         """
         copy, tasks = self._copy, self.learner.tasks
         return {
             "folder": str(self.folder),
             "tasks": len(tasks),
             "datapoints": sum(tasks.values()),
+            "memory_bytes": self.learner.memory.num_bytes,
             "set_aside": self.learner.set_aside,
             "step": self.learner.step,
             "behind": copy.behind,

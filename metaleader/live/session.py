@@ -244,8 +244,9 @@ class Session:
         """The state of the session, as plain values.
 
         Returns:
-            `tasks` and `datapoints` in memory; `set_aside`, tasks that are not drawn, with the reason; `step`, the
-            number of updates made; `updates_due`; `behind`, the number of observations since the last update began;
+            `tasks`, `datapoints` and `memory_bytes`, the bytes of these, in memory; `set_aside`, tasks that are not
+            drawn, with the reason; `step`, the number of updates made; `updates_due`; `behind`, the number of
+            observations since the last update began;
             `update_error`, why the last update failed, or None; `record`, the number of the last record of the journal;
             `journal_lag`, the number of calls that are not written yet; `checkpoint`, the last record that the newest
             checkpoint includes; `keys` and `predictions` remembered; `bytes` on disk; `stopped`, the error after which
@@ -257,6 +258,7 @@ class Session:
             "folder": str(self.folder),
             "tasks": len(tasks),
             "datapoints": sum(tasks.values()),
+            "memory_bytes": self.learner.memory.num_bytes,
             "set_aside": self.learner.set_aside,
             "step": self.learner.step,
             "updates_due": self._ledger.due,

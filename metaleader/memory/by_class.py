@@ -8,6 +8,7 @@ and repeated as in `TaskBuffer`. There are no draws before n classes have been s
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,51 +17,77 @@ from torch import Tensor
 
 from metaleader.distributed.shards import Shard, key_of
 from metaleader.memory.fields import integer, integers, text_or_none
-from metaleader.memory.rows import Draw, Rows, Weights, Which, arrival_times, checked_weights, distinct, split
+from metaleader.memory.images import UNNAMED, Images, observed_of
+from metaleader.memory.labels import checked_ids, checked_labels, integers_of
+from metaleader.memory.limits import Limits
+from metaleader.memory.rows import (
+    Draw,
+    Rows,
+    Weights,
+    Which,
+    arrival_times,
+    bytes_of,
+    checked_weights,
+    distinct,
+    split,
+)
 from metaleader.tasks import Batch, rng, rows
 
-_UNNAMED, _LARGEST = -1, 2**63 - 1
+_LARGEST = 2**63 - 1
 
 
 class ClassBuffer:
-    """All images observed so far, by class.
+    """All images observed so far, by class, or as many as limits allow.
 
-    Each image is stored with the target of its first arrival; draws and D_t replace it by their own labels.
+    Each image is stored with the target of its first arrival; draws and D_t replace it by their own labels. An image
+    that is dropped is no longer part of D_t, and is new if it is observed again.
 
     Args:
-        device: the device that stores the data.
-        weights: nu^t over the classes seen, in order of arrival, for draws without replacement; uniform if None.
+        device: the device that computes.
+        weights: nu^t over the classes kept, in order of arrival, for draws without replacement; uniform if None.
+        limits: of the images of a class, and of the bytes of all images: the classes that were not observed for longest
+            are dropped, but never those of the open task.
+        folder: a folder on the disk for the data; None stores it in the memory of the device.
     """
 
     kind = "classes"
 
-    def __init__(self, device: torch.device | str = "cpu", weights: Weights | None = None) -> None:
-        self.device = torch.device(device)
-        self.weights = weights
-        self.store = Rows(self.device)
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        weights: Weights | None = None,
+        limits: Limits | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.device, self.weights = torch.device(device), weights
+        self.limits = Limits() if limits is None else limits
+        self.store = Rows(self.device, folder)
         self.ways: tuple[int, ...] = ()
         self._name = ""
-        self._classes: list[int] = []  # of each row
-        self._ids: list[int] = []  # of each row
-        self._row_of: dict[int, int] = {}  # by id
-        self._round_rows: list[int] = []
+        self._images = Images()
+        self._round: list[int] = []  # positions
         self._round_labels: list[int] = []
         self._round_start = 0
         self._current: Batch | None = None
 
     def __len__(self) -> int:
         """The number of classes with at least one image."""
-        return len(set(self._classes))
+        return len(self.counts())
 
     @property
     def num_datapoints(self) -> int:
         """The number of images stored."""
-        return self.store.length
+        return len(self._images)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the images stored."""
+        return len(self._images) * self.store.row_bytes
 
     @property
     def num_new(self) -> int:
-        """The number of images first observed in this round."""
-        return self.store.length - self._round_start
+        """The number of images first observed in this round, and kept."""
+        return len(self._images) - len(self._images.kept(self._round_start))
 
     def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
         """Open a new task with the global class of each local label, in the order of the labels; D_t is empty.
@@ -70,7 +97,7 @@ class ClassBuffer:
         """
         if classes is None:
             raise ValueError(f"task {name!r} has no classes, but earlier tasks have; call begin(name, classes=[...])")
-        global_classes = tuple(_integers(classes, f"task {name!r}: classes"))
+        global_classes = tuple(integers_of(classes, f"task {name!r}: classes"))
         if len(global_classes) < 2 or len(set(global_classes)) < len(global_classes):
             raise ValueError(f"task {name!r}: classes must be two or more different integers, got {list(classes)}")
         if num_classes is not None and not 0 <= min(global_classes) <= max(global_classes) < num_classes:
@@ -78,14 +105,9 @@ class ClassBuffer:
                 f"task {name!r}: classes must lie in 0..{num_classes - 1}, the outputs of the network; got"
                 f" {list(global_classes)}"
             )
-        if self.ways and len(global_classes) != len(self.ways):
-            raise ValueError(
-                f"task {name!r} has {len(global_classes)} classes, earlier tasks have {len(self.ways)}; all tasks of a"
-                " learner must have the same number"
-            )
         self.ways, self._name = global_classes, name
-        self._round_rows, self._round_labels, self._current = [], [], None
-        self._round_start = self.store.length
+        self._round, self._round_labels, self._current = [], [], None
+        self._round_start = len(self._images.classes)
 
     def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None, task: str | None = None) -> None:
         """Store images of the open task with local labels; a batch with a wrong label or id is rejected as a whole.
@@ -95,38 +117,46 @@ class ClassBuffer:
         """
         if task is not None:
             self.named(task)
-        labels = self._checked_labels(batch.y)
-        names = self._checked_ids(ids, labels)
-        new: list[int] = []
-        new_rows: dict[int, int] = {}  # by id
-        round_rows: list[int] = []
-        for i, name in enumerate(names):
-            row = self._row_of.get(name, new_rows.get(name))
-            if row is None:
-                row = self.store.length + len(new)
-                new.append(i)
-                if name != _UNNAMED:
-                    new_rows[name] = row
-            round_rows.append(row)
-        if new:
-            self.store.append(rows(batch, torch.tensor(new, device=batch.y.device)))
-        self._classes += [self.ways[labels[i]] for i in new]
-        self._ids += [names[i] for i in new]
-        self._row_of |= new_rows
-        self._round_rows += round_rows
-        self._round_labels += labels
+        labels = checked_labels(batch.y, self.ways)
+        names = checked_ids(ids, labels, self.ways, self._images)
+        images, limits, size = self._images, self.limits, bytes_of(batch)
+        first_of: dict[int, int] = {}  # of the ids that are new, the first of their images
+        new = [
+            i
+            for i, name in enumerate(names)
+            if name not in images.position_of and (name == UNNAMED or first_of.setdefault(name, i) == i)
+        ]
+        classes, before = [self.ways[labels[i]] for i in new], [images.position_of.get(name) for name in names]
+        most = limits.in_task(size, len(self.ways))
+        admitted = images.admit(classes, limits, most)
+        images.make_room(len(admitted), limits.in_all(size), self.ways)
+        stored = [new[i] for i in admitted]
+        positions = {i: len(images.classes) + j for j, i in enumerate(stored)}
+        if stored:
+            added = self.store.append(rows(batch, torch.tensor(stored, device=batch.y.device)))
+            images.add([classes[i] for i in admitted], [names[i] for i in stored], np.asarray(added).tolist())
+        arrived = [
+            position if position is not None else positions.get(first_of.get(name, i), -1)
+            for i, (name, position) in enumerate(zip(names, before, strict=True))
+        ]
+        dropped = images.is_dropped([*self._round, *arrived])
+        pairs = zip([*self._round, *arrived], [*self._round_labels, *labels], dropped, strict=True)
+        kept = [(position, label) for position, label, is_dropped in pairs if position >= 0 and not is_dropped]
+        self._round, self._round_labels = [pair[0] for pair in kept], [pair[1] for pair in kept]
         self._current = None
 
     def current(self) -> Batch | None:
         """D_t: all datapoints of the open task with their local labels; None if there are none."""
-        if self._current is None and self._round_rows:
-            index = torch.tensor(self._round_rows, device=self.device)
-            self._current = self.store.take(index, self._labels(np.asarray(self._round_labels)))
+        if self._current is None and self._round:
+            self._current = self.store.take(self._round_rows(), self._labels(np.asarray(self._round_labels)))
         return self._current
+
+    def _round_rows(self) -> np.ndarray:
+        return np.asarray([self._images.rows[position] for position in self._round], dtype=np.int64)
 
     def counts(self) -> np.ndarray:
         """The number of images of each class, in order of the arrival of the classes."""
-        return self._pools(self.store.length)[2]
+        return self._images.pools(None)[2]
 
     def draw(
         self,
@@ -147,13 +177,16 @@ class ClassBuffer:
         """
         if which == "current":
             return self._draw_current(seed, steps, tasks, support, query, shard)
-        names, order, counts, starts = self._pools(self.store.length if which == "all" else self._round_start)
+        names, order, counts, starts = self._images.pools(None if which == "all" else self._round_start)
         num_ways = len(self.ways)
         if not num_ways or len(counts) < num_ways:
             return None
         for name, size in (("support", support), ("query", query)):
             if size % num_ways:
-                raise ValueError(f"{name} must be a multiple of the {num_ways} classes of a task, got {size}")
+                raise ValueError(
+                    f"{name} must be a multiple of the {num_ways} classes of a task, got {size}; tasks with several"
+                    " numbers of classes need a multiple of each"
+                )
         shape, width = (len(steps), tasks, num_ways), (support + query) // num_ways
         generators = [rng("draw", seed, step, *key_of(shard)) for step in steps]
         races = np.stack([g.random((tasks, len(counts))) for g in generators])
@@ -183,13 +216,18 @@ class ClassBuffer:
 
     forget = set_aside = readmit = named
 
+    def scrub(self) -> None:
+        """Make all changes so far permanent, and overwrite the rows of images that were dropped."""
+        self.mark()
+        self.store.scrub()
+
     def of_names(self, names: Sequence[str]) -> NoReturn:
         """Not available: data is stored by class. Always raises ValueError."""
         self.named(names[0])
 
     def sizes(self) -> dict[str, int]:
         """The number of datapoints of the open task; images of earlier tasks are stored by class."""
-        return {self._name: len(self._round_rows)} if self._round_rows else {}
+        return {self._name: len(self._round)} if self._round else {}
 
     def names_drawn(self, *_: Any, **__: Any) -> list[str | None]:
         """No names: the tasks drawn are of random classes."""
@@ -212,41 +250,52 @@ class ClassBuffer:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
         return self.store.take(draw.support, draw.support_y), self.store.take(draw.query, draw.query_y)
 
-    def point(self) -> tuple[Any, ...]:
-        """This point, for `rollback`."""
-        round_rows, round_labels = self._round_rows, self._round_labels
-        return self.store.length, len(round_rows), (self.ways, self._name, round_rows, round_labels, self._round_start)
+    def mark(self) -> tuple[Any, ...]:
+        """Make all changes so far permanent, and return this point for `rollback`."""
+        self.store.release(self._images.freed())
+        moved = self._images.compacted()
+        if moved is not None:
+            # D_t has no image that was dropped.
+            self._round = moved[self._round].tolist() if self._round else []
+            self._round_start = int((moved[: self._round_start] >= 0).sum())
+        return self.point()
 
-    mark = point
+    def point(self) -> tuple[Any, ...]:
+        """This point for `rollback`, within the changes since the latest mark."""
+        opened = self.ways, self._name, self._round, self._round_labels, self._round_start
+        return self.store.point(), self._images.point(), opened
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
         """Undo all changes since a point."""
-        length, num_round, opened = mark
-        self.ways, self._name, self._round_rows, self._round_labels, self._round_start = opened
-        self.store.cut(length)
-        for name in self._ids[length:]:
-            self._row_of.pop(name, None)
-        del self._classes[length:], self._ids[length:]
-        del self._round_rows[num_round:], self._round_labels[num_round:]
+        start, images, opened = mark
+        self.ways, self._name, self._round, self._round_labels, self._round_start = opened
+        self.store.cut(start)
+        self._images.rollback(images)
         self._current = None
 
     def state_dict(self, data: bool = True) -> dict[str, Any]:
         """The state of the buffer; with `data=False` without the images, for streams that can replay them."""
-        return {
+        images, kept = self._images, self._images.kept()
+        place = {position: i for i, position in enumerate(kept.tolist())}
+        stored = np.asarray(images.rows, dtype=np.int64)[kept]
+        state: dict[str, Any] = {
             "kind": self.kind,
             "ways": list(self.ways),
             "name": self._name,
-            "classes": torch.tensor(self._classes, dtype=torch.int64),
-            "ids": torch.tensor(self._ids, dtype=torch.int64),
-            "round_rows": torch.tensor(self._round_rows, dtype=torch.int64),
+            "classes": torch.tensor([images.classes[i] for i in kept], dtype=torch.int64),
+            "ids": torch.tensor([images.ids[i] for i in kept], dtype=torch.int64),
+            "round_rows": torch.tensor([place[position] for position in self._round], dtype=torch.int64),
             "round_labels": torch.tensor(self._round_labels, dtype=torch.int64),
-            "round_start": self._round_start,
-        } | self.store.state_dict(data)
+            "round_start": len(images.kept(self._round_start)),
+        }
+        if self.limits.max_datapoints is not None or self.limits.max_bytes is not None:
+            state["observed"] = [[number, num] for number, num in images.observed.items()]
+        return state | self.store.state_dict(data, stored)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; if it was saved without data, the buffer must already hold the same images."""
         ways = integers(state, "ways", low=-_LARGEST, high=_LARGEST)
-        classes, ids = integers(state, "classes", low=-_LARGEST, high=_LARGEST), integers(state, "ids", low=_UNNAMED)
+        classes, ids = integers(state, "classes", low=-_LARGEST, high=_LARGEST), integers(state, "ids", low=UNNAMED)
         length = integer(state, "length")
         round_rows = integers(state, "round_rows", high=length - 1)
         round_labels = integers(state, "round_labels", high=len(ways) - 1)
@@ -256,30 +305,34 @@ class ClassBuffer:
             )
         if len(set(ways)) < len(ways) or (len(ways) < 2 and (ways or classes)):
             raise ValueError(f"the state is damaged: its ways must be two or more different classes, not {ways}")
-        if "data" not in state and (classes, ids) != (self._classes, self._ids):
+        present = self._images.kept_part()
+        if "data" not in state and (classes, ids) != (present.classes, present.ids):
             raise ValueError(
-                f"the state was saved without its data of {len(classes)} images, and the {len(self._classes)} images in"
+                f"the state was saved without its data of {length} images, and the {len(present)} images in"
                 " the buffer differ; observe the same data (update=False) before loading"
             )
-        self.store.load_state_dict(state)
-        self.ways, self._classes, self._ids = tuple(ways), classes, ids
-        self._name = text_or_none({"name": ""} | dict(state), "name") or ""
-        self._row_of = {name: row for row, name in enumerate(ids) if name != _UNNAMED}
-        self._round_rows, self._round_labels = round_rows, round_labels
-        self._round_start, self._current = integer(state, "round_start", high=length), None
+        images = Images(classes, ids, range(length)) if "data" in state else present
+        images.observed = observed_of(state, images)
+        store = self.store
+        if "data" in state:
+            store = Rows(self.device, self.store.folder)
+            store.load_state_dict(state)
+        name, start = text_or_none({"name": ""} | dict(state), "name") or "", integer(state, "round_start", high=length)
+        self.store, self._images, self.ways, self._name = store, images, tuple(ways), name
+        self._round, self._round_labels, self._round_start, self._current = round_rows, round_labels, start, None
 
     def _draw_current(
         self, seed: int, steps: Sequence[int], tasks: int, support: int, query: int, shard: Shard | None
     ) -> Draw | None:
-        if not self._round_rows:
+        if not self._round:
             return None
         width = support + query
         key = key_of(shard)
         uniforms = np.concatenate([rng("draw", seed, step, *key).random((tasks, 2 * width)) for step in steps])
-        counts = np.full(len(uniforms), len(self._round_rows))
+        counts = np.full(len(uniforms), len(self._round))
         numbers = split(distinct(uniforms, counts, width), counts, support, query)
         numbers = numbers.reshape(len(steps), tasks, 1, width)
-        picked, labels = np.asarray(self._round_rows)[numbers], np.asarray(self._round_labels)[numbers]
+        picked, labels = self._round_rows()[numbers], np.asarray(self._round_labels)[numbers]
         return self._as_draw(picked, labels, support, np.tile(self.ways, (len(steps), tasks, 1)))
 
     def _as_draw(self, picked: np.ndarray, labels: np.ndarray, support: int, classes: np.ndarray) -> Draw:
@@ -287,59 +340,11 @@ class ClassBuffer:
         index, y = torch.from_numpy(picked), self._labels(labels)
         slices = (slice(None, support), slice(support, None))
         draw = Draw(*(tensor[..., columns].flatten(2) for tensor in (index, y) for columns in slices))
-        return draw._replace(classes=torch.from_numpy(classes)).to(self.device)
+        draw = draw._replace(classes=torch.from_numpy(classes)).to(self.device)
+        return draw._replace(
+            support=draw.support.to(self.store.index_device), query=draw.query.to(self.store.index_device)
+        )
 
     def _labels(self, labels: np.ndarray) -> Tensor:
         assert self.store.data is not None
         return torch.tensor(labels, dtype=self.store.data.y.dtype, device=self.device)
-
-    def _pools(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The classes in order of arrival, the first rows grouped by class, and the count and start of each class."""
-        classes, first, inverse = np.unique(
-            np.asarray(self._classes[:length], dtype=np.int64), return_index=True, return_inverse=True
-        )
-        order = np.argsort(first)
-        arrival = np.empty(len(classes), dtype=np.int64)
-        arrival[order] = np.arange(len(classes))
-        pool = arrival[inverse]
-        counts = np.bincount(pool, minlength=len(classes))
-        return classes[order], np.argsort(pool, kind="stable"), counts, np.cumsum(counts) - counts
-
-    def _checked_labels(self, y: Any) -> list[int]:
-        if not self.ways:
-            raise ValueError("observe before begin: call begin(name, classes=[...]) to open a task first")
-        if not isinstance(y, Tensor) or y.ndim != 1 or y.is_floating_point() or y.dtype == torch.bool:
-            raise ValueError("observe: the labels of an n-way task must be one integer per datapoint")
-        labels = y.tolist()
-        wrong = [label for label in labels if not 0 <= label < len(self.ways)]
-        if wrong:
-            raise ValueError(
-                f"observe: label {wrong[0]} is not in 0..{len(self.ways) - 1}; labels are positions in the task's"
-                f" classes {list(self.ways)}"
-            )
-        return labels
-
-    def _checked_ids(self, ids: Sequence[int] | Tensor | None, labels: list[int]) -> list[int]:
-        if ids is None:
-            return [_UNNAMED] * len(labels)
-        names = _integers(ids, "observe: ids")
-        if len(names) != len(labels):
-            raise ValueError(f"observe: {len(names)} ids for {len(labels)} datapoints; pass one id per datapoint")
-        class_of: dict[int, int] = {}
-        for name, label in zip(names, labels, strict=True):
-            if name < 0:
-                raise ValueError(f"observe: ids must not be negative, got {name}")
-            row = self._row_of.get(name)
-            stored_class = class_of.setdefault(name, self.ways[label]) if row is None else self._classes[row]
-            if stored_class != self.ways[label]:
-                raise ValueError(
-                    f"observe: id {name} is of class {stored_class}, and is now said to be of class {self.ways[label]}"
-                )
-        return names
-
-
-def _integers(values: Any, where: str) -> list[int]:
-    array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or (array.dtype == np.uint64 and (array >= 2**63).any()):
-        raise ValueError(f"{where} must be a list of integers, got {values!r}")
-    return array.tolist()

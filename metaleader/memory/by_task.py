@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from metaleader.distributed.shards import Shard, Sharding
-from metaleader.memory.entries import Entries, Entry, index_of
-from metaleader.memory.pools import choose_tasks, masses_of_shards, weights_of
-from metaleader.memory.rows import Draw, Rows, Weights, Which, distinct, split
+from metaleader.distributed.shards import Shard, Sharding, key_of
+from metaleader.memory.entries import Entries, index_of
+from metaleader.memory.limits import Limits
+from metaleader.memory.pools import choose_tasks, masses_of_shards
+from metaleader.memory.room import Needed, droppable, make_room
+from metaleader.memory.rows import Draw, Rows, Weights, Which, bytes_of, distinct, split
 from metaleader.memory.saved import entries_from_tree, entries_tree
 from metaleader.memory.sharded import ShardedRows
-from metaleader.tasks import Batch, rng
+from metaleader.tasks import Batch, num_rows, rng, rows
 
 # The storage is regrouped when this fraction of its rows belongs to no task.
 _MAX_HOLES = 0.25
 
 
 class TaskBuffer:
-    """All datapoints observed so far, by task; with `max_tasks`, those of a bounded number of tasks.
+    """All datapoints observed so far, by task, or as many as limits allow.
 
-    If a new task exceeds the bound, the task with the smallest weight is dropped; without weights, the task whose last
-    datapoint is the oldest.
+    If a new task exceeds the limit of tasks, or new datapoints that of bytes, the task with the smallest weight is
+    dropped; without weights, the task whose last datapoint is the oldest. The open round is never dropped.
 
     Args:
-        device: where the data is kept.
+        device: the device that computes.
         weights: nu^t, the distribution over the tasks seen, in the order of their first datapoints; uniform if None.
-        max_tasks: the tasks kept, the open one among them; all if None.
+        limits: of the tasks, the open one among them, and of their datapoints.
         sharding: the shards of the tasks, of which every process keeps its own; None if they are not divided.
+        folder: a folder on the disk for the data; None stores it in the memory of the device.
     """
 
     kind = "tasks"
@@ -41,48 +46,56 @@ class TaskBuffer:
         self,
         device: torch.device | str = "cpu",
         weights: Weights | None = None,
-        max_tasks: int | None = None,
+        limits: Limits | None = None,
         sharding: Sharding | None = None,
+        folder: Path | None = None,
     ) -> None:
-        is_integer = isinstance(max_tasks, int | np.integer) and not isinstance(max_tasks, bool)
-        if max_tasks is not None and not (is_integer and max_tasks >= 1):
-            raise ValueError(f"max_tasks must be an integer of at least 1, or None to keep all; got {max_tasks!r}")
-        self.device = torch.device(device)
-        self.weights, self.max_tasks = weights, max_tasks
+        self.device, self.folder = torch.device(device), folder
+        self.weights, self.limits = weights, Limits() if limits is None else limits
         self._sharding = Sharding(1) if sharding is None else sharding
         self.store = self._new_store()
         self._entries = Entries()
 
     def _new_store(self) -> Rows | ShardedRows:
         is_divided = self._sharding.group.size > 1
-        return ShardedRows(self.device, self._sharding) if is_divided else Rows(self.device)
+        return ShardedRows(self.device, self._sharding, self.folder) if is_divided else Rows(self.device, self.folder)
 
     # One round: begin, append, draw.
 
     def begin(self, name: str, classes: Sequence[int] | None = None, num_classes: int | None = None) -> None:
         """Open a new task, which enters the buffer with its first datapoint, and drop tasks that exceed the bound."""
-        if classes is not None and self.max_tasks is not None:
-            raise ValueError(f"task {name!r} has classes, and images are kept by class: leave max_tasks at None")
         if classes is not None:
             raise ValueError(f"task {name!r} has classes, earlier tasks have none; use a new learner")
-        excess = [] if self.max_tasks is None else self._excess(self._entries.all(), len(self))
+        num = 0 if self.limits.max_tasks is None else len(self) + 1 - self.limits.max_tasks
+        dropped = list(itertools.islice(droppable(self._entries, self.weights), max(0, num)))
         self._entries.begin(name)
-        for entry in excess:
+        for entry in dropped:
             self._entries.drop(entry)
-        if excess:
+        if dropped:
             self._regroup()
 
     def append(self, batch: Batch, ids: Sequence[int] | Tensor | None = None, task: str | None = None) -> None:
         """Store datapoints of the open task, or of the task with a name, whether or not it is new."""
         if ids is not None:
             raise ValueError("observe: ids belong to n-way tasks; open the task with begin(name, classes=[...])")
+        entries = self._entries
         if task is not None:
-            self._append_named(batch, task)
-            return
-        if self._entries.round is None and self._entries.open is None:
+            self._check_name(task)
+        elif entries.round is None and entries.open is None:
             raise ValueError("observe before begin: call begin(name) to open a task first, or pass task=name")
-        number = self.seen if self._entries.round is None else self._entries.round.number
-        self._entries.add_to_round(self.store.append(batch, number, True))
+        most, num = self.limits.in_task(bytes_of(batch)), num_rows(batch)
+        counts, observed = entries.parts(task)
+        entry = entries.target(task)
+        number = self.seen if entry is None else entry.number
+        positions = self.limits.merged(number, counts, observed, most)
+        if entry is not None and positions is not None:
+            entries.keep(entry, positions)
+        kept = self.limits.kept(number, 0 if entry is None else entry.count, sum(observed), num, most)
+        more = Needed(entry, task, len(kept.added) - kept.dropped, self.limits.in_all(bytes_of(batch)))
+        make_room(entries, self.weights, self.limits, more)
+        stored = batch if len(kept.stored) == num else rows(batch, torch.from_numpy(kept.stored))
+        added = self.store.append(stored, number, task is None) if len(kept.stored) else range(0)
+        entries.add(entry, task, kept, added, num)
 
     def current(self) -> Batch | None:
         """D_t: all datapoints of the open task, None before the first."""
@@ -104,19 +117,20 @@ class TaskBuffer:
     ) -> Draw | None:
         """Draw meta-batches for some steps, with tasks drawn with replacement from nu^t; see `Memory.draw`."""
         width = support + query
-        chosen, uniforms = self._chosen(seed, steps, tasks, width, which, without, shard)
+        uniforms = self._uniforms(seed, steps, tasks, width, shard)
+        chosen = choose_tasks(self._entries, self.weights, uniforms[:, 0], which, without, shard)
         if not chosen:
             return None
         # Only the chosen tasks are read, so that the cost does not grow with the number of tasks.
         counts = np.array([entry.count for entry in chosen], dtype=np.int64)
-        index = split(distinct(uniforms, counts, width), counts, support, query)
+        index = split(distinct(uniforms[:, 1:], counts, width), counts, support, query)
         picked = np.array([entry.start for entry in chosen], dtype=np.int64)[:, None] + index
         for i, entry in enumerate(chosen):
             if entry.scattered is not None:
-                picked[i] = entry.scattered[index[i]]
+                picked[i] = entry.rows()[index[i]]
         picked = self.store.places(picked).reshape(len(steps), tasks, width)
-        rows = torch.from_numpy(picked).to(self.device)
-        return Draw(rows[..., :support], rows[..., support:])
+        index = torch.from_numpy(picked).to(self.store.own.index_device)
+        return Draw(index[..., :support], index[..., support:])
 
     def names_drawn(
         self,
@@ -132,28 +146,19 @@ class TaskBuffer:
 
         None stands for the open round.
         """
-        chosen, _ = self._chosen(seed, steps, tasks, width, which, without, shard)
+        uniforms = self._uniforms(seed, steps, tasks, width, shard)[:, 0]
+        chosen = choose_tasks(self._entries, self.weights, uniforms, which, without, shard)
         return [None if entry is self._entries.round else entry.name for entry in chosen]
 
     def shard_masses(self, total: int, which: Which, without: Collection[str]) -> np.ndarray | None:
         """The weight of the tasks of each of `total` shards under nu^t; None if all draw from the open round."""
         return None if which == "current" else masses_of_shards(self._entries, self.weights, total, which, without)
 
-    def _chosen(
-        self,
-        seed: int,
-        steps: Sequence[int],
-        tasks: int,
-        width: int,
-        which: Which,
-        without: Collection[str],
-        shard: Shard | None,
-    ) -> tuple[list[Entry], np.ndarray]:
-        """The tasks drawn, one for each of (steps x tasks), and uniform numbers for the draws of their datapoints."""
-        key = () if shard is None else (shard.number,)
+    def _uniforms(self, seed: int, steps: Sequence[int], tasks: int, width: int, shard: Shard | None) -> np.ndarray:
+        """Uniform numbers, (steps x tasks, 1 + 2 width): of the task, and of its datapoints."""
+        key = key_of(shard)
         uniforms = np.stack([rng("draw", seed, step, *key).random((tasks, 1 + 2 * width)) for step in steps])
-        uniforms = uniforms.reshape(-1, 1 + 2 * width)
-        return choose_tasks(self._entries, self.weights, uniforms[:, 0], which, without, shard), uniforms[:, 1:]
+        return uniforms.reshape(-1, 1 + 2 * width)
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
@@ -161,40 +166,34 @@ class TaskBuffer:
 
     def mark(self) -> tuple[Any, ...]:
         """Make all changes so far permanent, and return this point for `rollback`."""
-        if self._entries.holes:
-            self._regroup()
-        self._entries.mark()
-        return self.store, self.store.length, self._entries, 0
+        for freed in self._entries.mark():
+            self.store.release(freed)
+        self._regroup()
+        return self.point()
 
     def point(self) -> tuple[Any, ...]:
         """This point for `rollback`, within the changes since the latest mark."""
-        return self.store, self.store.length, self._entries, self._entries.point()
+        return self.store, self.store.point(), self._entries, self._entries.point()
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
         """Undo all changes since a point."""
-        store, length, entries, point = mark
+        store, start, entries, point = mark
         entries.rollback(point)
-        store.cut(length)
+        store.cut(start)
         self.store, self._entries = store, entries
 
     # Tasks by name.
 
-    def _append_named(self, batch: Batch, name: str) -> None:
-        entries, excess = self._entries, []
-        if self.max_tasks == 1 and (entries.round is not None or entries.open is not None):
+    def _check_name(self, name: str) -> None:
+        """Reject a name that the limits or the shards do not allow."""
+        entries = self._entries
+        if self.limits.max_tasks == 1 and (entries.round is not None or entries.open is not None):
             raise ValueError("max_tasks=1 keeps the open round alone: do not use begin together with observe(task=)")
-        if self.max_tasks is not None and not entries.closed(name):
-            excess = self._excess(entries.all(with_round=False), len(self) + int(entries.open is not None))
-        closed = entries.closed(name)
-        if len({entry.number % self._sharding.count for entry in closed}) > 1:
+        if len({entry.number % self._sharding.count for entry in entries.closed(name)}) > 1:
             raise ValueError(
                 f"task {name!r} has rounds in several shards, and data under a name belongs to one; with"
                 f" shards={self._sharding.count}, use either begin or observe(task=) for all data of a name"
             )
-        rows = self.store.append(batch, closed[0].number if closed else self.seen, False)
-        for entry in excess:
-            entries.drop(entry)
-        entries.add(name, rows)
 
     def size(self, name: str) -> int:
         """The number of datapoints of a name; 0 if it has none."""
@@ -259,15 +258,24 @@ class TaskBuffer:
         self._entries.readmit(name)
 
     def forget(self, name: str) -> None:
-        """Delete all data of a name for good; an open round of that name stays open, without data."""
+        """Delete all data of a name; an open round of that name stays open, without data. `scrub` overwrites it."""
         if name not in self._entries.by_name:
             raise self._unknown(name)
         self._entries.forget(name)
         self._regroup()
 
+    def scrub(self) -> None:
+        """Make all changes so far permanent, and overwrite the rows that belong to no task."""
+        self.mark()
+        if isinstance(self.store, ShardedRows):
+            self._regroup(always=True)
+        else:
+            self.store.scrub()
+
     def _unknown(self, name: str) -> ValueError:
         dropped = self.seen - len(self) - self._entries.removed
-        note = f"; {dropped} tasks were dropped by max_tasks={self.max_tasks}" if dropped else ""
+        set_limits = [f"{n}={v}" for n in ("max_tasks", "max_bytes") if (v := getattr(self.limits, n)) is not None]
+        note = f"; {dropped} tasks were dropped by {' or '.join(set_limits)}" if dropped else ""
         return self._entries.unknown(name, note)
 
     # Counts.
@@ -284,7 +292,12 @@ class TaskBuffer:
     @property
     def num_datapoints(self) -> int:
         """The number of datapoints kept."""
-        return self.store.length - self._entries.holes
+        return self._entries.total
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the datapoints kept; of all processes together."""
+        return self._entries.total * self.store.row_bytes
 
     @property
     def num_new(self) -> int:
@@ -316,31 +329,22 @@ class TaskBuffer:
         """Restore a state; if it has no data, the stored data must be that of the state."""
         entries, store = entries_from_tree(state, self._entries), self.store
         if "data" in state:
-            store = Rows(self.device)
+            store = Rows(self.device, self.folder)
             store.load_state_dict(state)
             if isinstance(self.store, ShardedRows):
                 kept = [(entry.number, entry.count, entry is entries.round) for entry in entries.all()]
                 store = ShardedRows.of(store, self._sharding, kept)
         self.store, self._entries = store, entries
 
-    # A bounded number of tasks.
+    def _regroup(self, always: bool = False) -> None:
+        """Copy the rows in use to a new storage if many are not; batches taken from the old one stay valid.
 
-    def _excess(self, entries: Sequence[Entry], num: int) -> list[Entry]:
-        """The entries to drop so that one more can be kept beside `num`."""
-        excess = 0 if self.max_tasks is None else num + 1 - self.max_tasks
-        if excess <= 0:
-            return []
-        weights = weights_of(self._entries, self.weights, entries, "all")
-        if weights is None:
-            return sorted(entries, key=lambda entry: entry.touched)[:excess]
-        return [entries[i] for i in np.argsort(weights, kind="stable")[:excess]]
-
-    def _regroup(self) -> None:
-        """Copy the rows in use to a new storage if many are not; batches taken from the old one stay valid."""
-        before = self._entries
-        if not before.holes or before.holes < _MAX_HOLES * self.store.length:
+        A file on the disk keeps its rows, which are used again.
+        """
+        before, holes = self._entries, self.store.length - self._entries.total
+        reuses = isinstance(self.store, Rows) and self.folder is not None and before.total > 0
+        if not holes or reuses or not (always or holes >= _MAX_HOLES * self.store.length):
             return
         kept = before.all()
         store, entries = self.store.copy_of(index_of(kept)) if kept else self._new_store(), before.compacted()
-        # One statement: an interrupt comes before or after it.
-        self.store, self._entries = store, entries
+        self.store, self._entries = store, entries  # one statement: an interrupt comes before or after it

@@ -57,11 +57,20 @@ class Memory(Protocol):
         ...
 
     def forget(self, name: str) -> None:
-        """Delete all data of a name for good."""
+        """Delete all data of a name; `scrub` overwrites it."""
         ...
 
     def latest(self, num: int) -> Batch | None:
         """A few of the latest datapoints, with valid labels."""
+        ...
+
+    def scrub(self) -> None:
+        """Make all changes so far permanent, and overwrite data that is no longer kept."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the datapoints kept."""
         ...
 
     @property

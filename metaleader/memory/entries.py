@@ -6,68 +6,17 @@ includes the closed rounds of that name, and is drawn from its second datapoint 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from metaleader.distributed.shards import Shard
-
-
-class Entry:
-    """The rows of one task, in order of arrival; they need not be contiguous.
-
-    Attributes:
-        name: of the task.
-        number: the number of tasks seen before it.
-        merged: whether data of any round may be added (`observe(task=)`), or it is a round of `begin`.
-        start: the first row.
-        count: the number of datapoints.
-        scattered: the row numbers, with spare capacity; None while they are start, start + 1, ...
-        touched: when the last datapoint arrived, in calls of `TaskBuffer.append`.
-    """
-
-    __slots__ = ("count", "merged", "name", "number", "scattered", "start", "touched")
-
-    def __init__(self, name: str, number: int, merged: bool, start: int = 0, count: int = 0) -> None:
-        self.name, self.number, self.merged = name, number, merged
-        self.start, self.count, self.touched = start, count, 0
-        self.scattered: np.ndarray | None = None
-
-    def rows(self) -> np.ndarray:
-        """The row numbers, (count,)."""
-        if self.scattered is None:
-            return np.arange(self.start, self.start + self.count)
-        return self.scattered[: self.count]
-
-    def add(self, rows: range) -> None:
-        """Add rows that follow each other."""
-        if self.count == 0:
-            self.start, self.scattered = rows.start, None
-        elif self.scattered is not None or rows.start != self.start + self.count:
-            self._extend(np.asarray(rows))
-        self.count += len(rows)
-
-    def absorb(self, other: Entry) -> None:
-        """Add the rows of another entry; setting `count` back undoes it."""
-        self._extend(other.rows())
-        self.count += other.count
-
-    def copy(self, name: str, merged: bool) -> Entry:
-        """A copy with another name and kind, that does not change with this one."""
-        copied = Entry(name, self.number, merged, self.start, self.count)
-        copied.touched, copied.scattered = self.touched, None if self.scattered is None else self.scattered.copy()
-        return copied
-
-    def _extend(self, rows: np.ndarray) -> None:
-        total = self.count + len(rows)
-        if self.scattered is None or total > len(self.scattered):
-            larger = np.empty(total * 5 // 4, dtype=np.int64)
-            larger[: self.count] = self.rows()
-            self.scattered = larger
-        self.scattered[self.count : total] = rows
+from metaleader.memory.entry import Entry
+from metaleader.memory.limits import Kept
 
 
 class Entries:
@@ -82,7 +31,8 @@ class Entries:
         open: the name of the open round before its first datapoint.
         seen: the number of tasks so far.
         removed: the number of tasks that were forgotten, or merged with another.
-        holes: the number of rows that belong to no task.
+        total: the number of datapoints of all entries.
+        freed: rows that belong to no task since the latest mark.
         clock: the number of calls that added data.
     """
 
@@ -98,10 +48,14 @@ class Entries:
             self.by_name.setdefault(entry.name, []).append(entry)
         self.round = entries[-1] if has_round else None
         self.open: str | None = None
-        self.seen = self.removed = self.holes = 0
+        self.seen = self.removed = 0
+        self.total = sum(entry.count for entry in entries)
+        self.freed: list[np.ndarray] = []
         self.clock = max((entry.touched for entry in entries), default=-1) + 1
         self._undo: list[Callable[[], object]] = []
         self._by_shard: list[list[Entry]] | None = None
+        # By the last datapoint; entries that were touched again or dropped are still in it.
+        self._ages: list[tuple[int, int, Entry]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_undo": []}  # marks do not outlast a call
@@ -138,21 +92,42 @@ class Entries:
         more = f" and {len(self.by_name) - 10} more" if len(self.by_name) > 10 else ""
         return ValueError(f"no data of task {reprlib.repr(name)}; tasks with data: {listed or 'none yet'}{more}{note}")
 
+    def oldest(self, kept: Sequence[Entry | None] = ()) -> Iterator[Entry]:
+        """The entries but those kept, by their last datapoint, the oldest first; each one yielded must be dropped."""
+        if self._ages is None or len(self._ages) > 4 * len(self) + 100:
+            self._ages = [(entry.touched, entry.number, entry) for entry in self.all()]
+            heapq.heapify(self._ages)
+        skipped = []
+        try:
+            while self._ages:
+                item = heapq.heappop(self._ages)
+                touched, _, entry = item
+                if entry.touched != touched or entry not in self.by_name.get(entry.name, ()):
+                    continue
+                if entry in kept:
+                    skipped.append(item)
+                else:
+                    yield entry
+        finally:
+            for item in skipped:
+                heapq.heappush(self._ages, item)
+
     def compacted(self) -> Entries:
         """The same tasks, with their rows one after the other from 0 on."""
         kept, moved = self.all(), []
         for entry, start in zip(kept, starts_of(kept), strict=False):
             moved.append(Entry(entry.name, entry.number, entry.merged, start, entry.count))
-            moved[-1].touched = entry.touched
+            moved[-1].touched, moved[-1].observed = entry.touched, entry.observed
         entries = Entries(moved, self.round is not None, self.aside)
         entries.seen, entries.open, entries.removed = self.seen, self.open, self.removed
         return entries
 
     # Changes: each records how it is undone.
 
-    def mark(self) -> None:
-        """Make all changes so far permanent."""
-        self._undo = []
+    def mark(self) -> list[np.ndarray]:
+        """Make all changes so far permanent; returns the rows that belong to no task since the latest mark."""
+        freed, self.freed, self._undo = self.freed, [], []
+        return freed
 
     def point(self) -> int:
         """The number of changes since the mark."""
@@ -163,7 +138,7 @@ class Entries:
         for undo in reversed(self._undo[point:]):
             undo()
         del self._undo[point:]
-        self._by_shard = None
+        self._by_shard = self._ages = None
 
     def begin(self, name: str) -> None:
         """Open a round without data, and close the one before."""
@@ -173,37 +148,77 @@ class Entries:
             self._enter(closed)
         self.open = name
 
-    def add_to_round(self, rows: range) -> None:
-        """Add rows to the open round."""
-        self._record()
-        if self.round is None:
-            self.round, self.open = self._new(str(self.open), merged=False), None
-        self._add(self.round, rows)
+    def parts(self, name: str | None) -> tuple[list[int], list[int]]:
+        """The datapoints kept, and those observed, of each entry that `target` would join."""
+        entries = self.closed(name) if name is not None else [] if self.round is None else [self.round]
+        return [entry.count for entry in entries], [entry.observed for entry in entries]
 
-    def add(self, name: str, rows: range) -> None:
-        """Add rows to the one entry of a name; the open round is left as it is."""
-        self._record()
+    def target(self, name: str | None) -> Entry | None:
+        """The entry that datapoints of a name are added to, or of the open round for None; None if it would be new.
+
+        The closed rounds of a name become one entry.
+        """
+        if name is None:
+            return self.round
         entries = self.closed(name)
         if not entries:
-            entry = self._new(name, merged=True)
-            self._add(entry, rows)
-            self._enter(entry)
-            return
+            return None
         entry, *others = entries
-        was_drawn, was_merged, count = self._is_drawn(entry), entry.merged, entry.count
-        self._undo.append(lambda: (setattr(entry, "merged", was_merged), setattr(entry, "count", count)))
-        entry.merged = True
-        for other in others:
-            entry.absorb(other)
-            self.drop(other, holes=0)
-            self.removed += 1
-        self._add(entry, rows)
-        if self._is_drawn(entry) != was_drawn:
-            self._leave(entry)
+        if others or not entry.merged:
+            self._record()
+            self._change(entry)
+            entry.merged = True
+            for other in others:
+                entry.absorb(other)
+                self.drop(other, keeps_rows=True)
+                self.removed += 1
+        return entry
+
+    def add(self, entry: Entry | None, name: str | None, kept: Kept, rows: range | np.ndarray, num: int) -> None:
+        """Add rows to an entry, or to a new one of a name or of the open round.
+
+        Args:
+            entry: see `target`.
+            name: of the task; None for the open round.
+            kept: which of the datapoints are kept.
+            rows: of the new datapoints that are stored.
+            num: the number of new datapoints.
+        """
+        self._record()
+        is_new, was_drawn = entry is None, entry is not None and entry.number not in self.idle
+        if entry is None:
+            entry = self._new(str(self.open) if name is None else name, merged=name is not None)
+        if is_new and name is None:
+            self.round, self.open = entry, None
+        self._change(entry)
+        if kept.dropped:
+            self._free(entry.drop(kept.dropped))
+        num_replaced = len(kept.replaced)
+        if num_replaced:
+            entry_rows, positions = entry.scatter(), kept.replaced
+            before = entry_rows[positions]
+            self._undo.append(lambda: entry_rows.__setitem__(positions, before))
+            self._free(before)
+            entry_rows[positions] = rows[:num_replaced]
+        entry.add(rows[num_replaced:])
+        entry.observed += num
+        entry.touched, self.clock = self.clock, self.clock + 1
+        self.total += len(rows)
+        if self._ages is not None:
+            heapq.heappush(self._ages, (entry.touched, entry.number, entry))
+        if name is not None and (is_new or self._is_drawn(entry) != was_drawn):
+            if not is_new:
+                self._leave(entry)
             self._enter(entry)
 
-    def drop(self, entry: Entry, holes: int | None = None) -> None:
-        """Remove a closed entry; its rows become holes, unless another entry has them."""
+    def keep(self, entry: Entry, positions: np.ndarray) -> None:
+        """Keep the datapoints of an entry at some positions."""
+        self._record()
+        self._change(entry)
+        self._free(entry.keep(positions))
+
+    def drop(self, entry: Entry, keeps_rows: bool = False) -> None:
+        """Remove a closed entry; another entry may have its rows."""
         name, entries = entry.name, self.by_name[entry.name]
         rest, reason = [other for other in entries if other is not entry], self.aside.get(entry.name)
         self._record()
@@ -215,7 +230,8 @@ class Entries:
             if reason is not None:
                 self._undo.append(lambda: self.aside.update({name: reason}))
                 del self.aside[name]
-        self.holes += entry.count if holes is None else holes
+        if not keeps_rows:
+            self._free(entry.rows())
 
     def forget(self, name: str) -> None:
         """Remove all entries of a name; an open round of that name stays open, without data."""
@@ -248,11 +264,16 @@ class Entries:
         for entry in closed:
             self._enter(entry)
 
-    def _add(self, entry: Entry, rows: range) -> None:
-        count, touched = entry.count, entry.touched
-        self._undo.append(lambda: (setattr(entry, "count", count), setattr(entry, "touched", touched)))
-        entry.add(rows)
-        entry.touched, self.clock = self.clock, self.clock + 1
+    def _change(self, entry: Entry) -> None:
+        """Record the values of an entry."""
+        before = entry.values()
+        self._undo.append(lambda: entry.restore(before))
+
+    def _free(self, rows: np.ndarray) -> None:
+        """Count rows as those of no entry."""
+        self._undo.append(self.freed.pop)
+        self.freed.append(rows)
+        self.total -= len(rows)
 
     def _new(self, name: str, merged: bool) -> Entry:
         """A new entry, which is not among the closed ones yet."""
@@ -286,7 +307,7 @@ class Entries:
 
     def _record(self) -> None:
         """Record the values that a change replaces."""
-        names = ("seen", "round", "open", "holes", "removed", "clock")
+        names = ("seen", "round", "open", "total", "removed", "clock")
         before = {name: getattr(self, name) for name in names}
         self._undo.append(lambda: self.__dict__.update(before))
 

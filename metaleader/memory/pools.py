@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from metaleader.distributed.shards import Shard
-from metaleader.memory.entries import Entries, Entry
+from metaleader.memory.entries import Entries
+from metaleader.memory.entry import Entry
 from metaleader.memory.rows import Weights, Which, checked_weights, choose
 
 

@@ -12,21 +12,25 @@ both.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from metaleader.memory.columns import Column, InMemory, OnDisk
 from metaleader.memory.fields import integer, mapping
-from metaleader.tasks import Batch, check_alike, check_batch, num_rows, shapes
+from metaleader.tasks import Batch, check_alike, check_batch, num_rows, shapes, tensors_of
 
 # nu^t: the weights of tasks 0 .. t-1, given t
 Weights = Callable[[int], np.ndarray]
 Which = Literal["all", "past", "current"]
 # Row numbers; those of a draw have a step and a task dimension
 Index = slice | np.ndarray | Tensor
+# Bytes copied, and rows overwritten, at once
+_COPIED, _SCRUBBED = 2**24, 2**16
 
 
 def recency(half_life: float) -> Weights:
@@ -85,66 +89,134 @@ class Draw(NamedTuple):
 
 
 class Rows:
-    """Growing storage of datapoints: one tensor per leaf, rows in the order of arrival."""
+    """Growing storage of datapoints: one column per tensor, rows in the order of arrival.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Rows that were released are used again, the latest first.
+
+    Args:
+        device: the device that computes.
+        folder: a folder on the disk for the data; None stores it in the memory of the device.
+
+    Attributes:
+        length: the number of rows, used or released.
+    """
+
+    def __init__(self, device: torch.device, folder: Path | None = None) -> None:
+        self.device, self.folder = device, folder
         self.length = 0
-        self.data: Batch | None = None
+        self._columns: Any = None
+        self._capacity = 0
+        # A stack of released rows; the first ones are known to be overwritten by zeros.
+        self._released = np.empty(0, dtype=np.int64)
+        self._num_released = self._num_clean = 0
 
     @property
     def own(self) -> Rows:
         """The storage of this process, which is all of it; see `ShardedRows`."""
         return self
 
+    @property
+    def data(self) -> Batch | None:
+        """The columns, with spare capacity; None before the first row. Data on the disk is on the CPU."""
+        return None if self._columns is None else tree_map(lambda column: column.values, self._columns)
+
+    @property
+    def index_device(self) -> torch.device:
+        """The device on which row numbers are used."""
+        return self.device if self.folder is None else torch.device("cpu")
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a datapoint; 0 before the first."""
+        return 0 if self._columns is None else bytes_of(self.data)
+
     def places(self, index: np.ndarray) -> np.ndarray:
         """The row numbers in `own`."""
         return index
 
-    def append(self, batch: Batch, task: int = 0, is_open: bool = False) -> range:
-        """Add rows at the end, of any task; returns their numbers."""
-        batch = tree_map(lambda leaf: leaf.to(self.device), batch)
+    def append(self, batch: Batch, task: int = 0, is_open: bool = False) -> range | np.ndarray:
+        """Add rows of any task; returns their numbers."""
         num = num_rows(batch)
-        if self.data is None:
-            self.data = tree_map(torch.clone, batch)
+        columns, stored = self._columns, self.data
+        if stored is None:
+            columns = tree_map(self._column, batch)
         else:
-            check_alike(batch, self.data, "observe")
-            if self.length + num > num_rows(self.data):
-                # A quarter more than needed, which keeps appending cheap and memory close to the size of the data.
-                capacity = (self.length + num) * 5 // 4
-                self.data = tree_map(lambda leaf: _grown(leaf, self.length, capacity), self.data)
-            tree_map(lambda leaf, new: leaf[self.length : self.length + num].copy_(new), self.data, batch)
-        self.length += num
-        return range(self.length - num, self.length)
+            check_alike(batch, stored, "observe")
+        reused = min(num, self._num_released)
+        length = self.length + num - reused
+        if length > self._capacity:
+            # A quarter more than needed, which keeps appending cheap and memory close to the size of the data.
+            capacity = length * 5 // 4 if self.length else length
+            tree_map(lambda column: column.reserve(self.length, capacity), columns)
+            self._columns, self._capacity = columns, capacity
+        added: range | np.ndarray = range(self.length, length)
+        if reused:
+            top = self._released[self._num_released - reused : self._num_released]
+            added = np.concatenate([top, np.arange(self.length, length)])
+        at = added if isinstance(added, np.ndarray) else slice(self.length, length)
+        self._num_clean = min(self._num_clean, self._num_released - reused)
+        tree_map(lambda column, new: column.write(at, new), columns, batch)
+        self.length, self._num_released = length, self._num_released - reused
+        return added
 
-    def cut(self, length: int) -> None:
-        """Remove the rows from `length` on."""
-        self.length = length
-        if length == 0:  # the next rows may have any shape
-            self.data = None
+    def _column(self, leaf: Tensor) -> Column:
+        return InMemory(leaf, self.device) if self.folder is None else OnDisk(leaf, self.device, self.folder)
+
+    def release(self, rows: np.ndarray) -> None:
+        """Use rows again for others."""
+        self._released = np.concatenate([self._released[: self._num_released], rows])
+        self._num_released = len(self._released)
+
+    def scrub(self) -> None:
+        """Overwrite the released rows by zeros."""
+        dirty = np.sort(self._released[self._num_clean : self._num_released])
+        for start in range(0, len(dirty), _SCRUBBED):
+            at = dirty[start : start + _SCRUBBED]
+            for column in tree_leaves(self._columns):
+                column.write(at, column.values.new_zeros(len(at), *column.values.shape[1:]))
+        self._num_clean = self._num_released
+
+    def point(self) -> tuple[int, int]:
+        """This point, for `cut`; rows must not be released before that."""
+        return self.length, self._num_released
+
+    def cut(self, point: tuple[int, int]) -> None:
+        """Remove the rows added since a point."""
+        self.length, self._num_released = point
+        if self.length == 0:  # the next rows may have any shape
+            self._columns, self._capacity = None, 0
 
     def copy_of(self, index: Index) -> Rows:
         """A copy of the rows at an index; batches taken from this storage stay valid."""
-        copied = Rows(self.device)
-        copied.data = tree_map(torch.clone, self.take(index))
-        copied.length = num_rows(copied.data)
+        copied = Rows(self.device, self.folder)
+        length = len(range(*index.indices(self.length))) if isinstance(index, slice) else len(index)
+        if length:
+            assert self._columns is not None
+            copied._columns = tree_map(lambda column: copied._column(column.values), self._columns)
+            tree_map(lambda column: column.reserve(0, length), copied._columns)
+            copied.length = copied._capacity = length
+            numbers = range(self.length)[index] if isinstance(index, slice) else _numpy(index)
+            tree_map(lambda column, new: _copy(column, new, numbers), self._columns, copied._columns)
         return copied
 
     def take(self, index: Index, y: Tensor | None = None) -> Batch:
-        """The rows at an index of a storage that is not empty, with the given targets in place of the stored ones."""
-        assert self.data is not None
-        at = torch.from_numpy(index).to(self.device) if isinstance(index, np.ndarray) else index
+        """The rows at an index of a storage that is not empty, with the given targets in place of the stored ones.
+
+        Rows of a slice may be a view, which is valid until the next change.
+        """
+        assert self._columns is not None
+        at = torch.from_numpy(index).to(self.index_device) if isinstance(index, np.ndarray) else index
         if y is not None:
-            return Batch(tree_map(lambda leaf: leaf[at], self.data.x), y)
-        return tree_map(lambda leaf: leaf[at], self.data)
+            return Batch(tree_map(lambda column: column.take(at), self._columns.x), y)
+        return tree_map(lambda column: column.take(at), self._columns)
 
     def state_dict(self, data: bool, index: Index | None = None) -> dict[str, Any]:
-        """The rows at an index, by default all; with `data=False` only their number."""
+        """A copy of the rows at an index, by default all; with `data=False` only their number."""
         index = slice(0, self.length) if index is None else index
         length = len(range(*index.indices(self.length))) if isinstance(index, slice) else len(index)
         state: dict[str, Any] = {"length": length}
         if data:
-            kept = None if self.data is None else self.take(index)
+            kept = None if self._columns is None else self.copy_of(index).data
             state["data"] = None if kept is None else {"x": kept.x, "y": kept.y}
         return state
 
@@ -158,7 +230,10 @@ class Rows:
                 raise ValueError(
                     f"the state has no data of {state['length']} datapoints; its shapes are {shapes(batch)}"
                 )
-            self.data = None if batch is None else tree_map(lambda leaf: leaf.to(self.device, copy=True), batch)
+            stored = Rows(self.device, self.folder)
+            if batch is not None:
+                stored.append(batch)
+            vars(self).update(vars(stored))
         elif state["length"] != self.length:
             raise ValueError(
                 f"the state was saved without its data of {state['length']} datapoints, but {self.length} are present;"
@@ -167,10 +242,22 @@ class Rows:
         self.length = state["length"]
 
 
-def _grown(leaf: Tensor, length: int, capacity: int) -> Tensor:
-    larger = torch.empty((capacity, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
-    larger[:length].copy_(leaf[:length])
-    return larger
+def bytes_of(batch: Batch | None) -> int:
+    """The bytes of a datapoint."""
+    return sum(leaf.shape[1:].numel() * leaf.element_size() for leaf in tensors_of(batch))
+
+
+def _copy(source: Column, target: Column, numbers: range | np.ndarray) -> None:
+    """Copy rows to the start of another column, a few at a time."""
+    step = max(1, _COPIED // max(1, bytes_of(Batch(source.values, ()))))
+    for start in range(0, len(numbers), step):
+        some = numbers[start : start + step]
+        at = slice(some.start, some.stop) if isinstance(some, range) else some
+        target.write(slice(start, start + len(some)), source.take(at))
+
+
+def _numpy(index: np.ndarray | Tensor) -> np.ndarray:
+    return index.cpu().numpy() if isinstance(index, Tensor) else index
 
 
 def checked_weights(weights: Weights, num: int) -> np.ndarray:

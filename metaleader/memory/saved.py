@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from metaleader.memory.entries import Entries, Entry, starts_of
+from metaleader.memory.entries import Entries, starts_of
+from metaleader.memory.entry import Entry
 from metaleader.memory.fields import flags, integer, integers, mapping, text_or_none, texts
 
 
@@ -23,6 +24,8 @@ def entries_tree(entries: Entries) -> dict[str, Any]:
     tree = {"names": [entry.name for entry in kept], "starts": starts_of(kept)[:-1], "open": entries.open}
     if entries.seen > len(kept) or numbers != list(range(len(kept))):
         tree |= {"numbers": numbers, "seen": entries.seen}
+    if any(entry.observed != entry.count for entry in kept):
+        tree["observed"] = [entry.observed for entry in kept]
     if entries.aside or entries.removed or any(entry.merged for entry in kept):
         tree["by_name"] = {
             "round": entries.round is not None,
@@ -44,6 +47,7 @@ def entries_from_tree(state: Mapping[str, Any], present: Entries) -> Entries:
     numbers = integers(state, "numbers", high=seen - 1) if "numbers" in state else list(range(len(names)))
     more = mapping(state, "by_name") if "by_name" in state else {}
     merged = flags(more, "merged") if more else [False] * len(names)
+    observed = integers(state, "observed") if "observed" in state else counts
     touched = integers(more, "touched") if more else list(range(len(names)))
     is_open, aside = text_or_none(state, "open"), more.get("aside", [])
     if more and type(more["round"]) is not bool:
@@ -52,7 +56,7 @@ def entries_from_tree(state: Mapping[str, Any], present: Entries) -> Entries:
         raise ValueError("the state is damaged: its aside must be pairs of strings")
     if len(set(numbers)) < len(numbers) or seen < len(names):
         raise ValueError(f"the state is damaged: {len(names)} tasks are not numbered apart among {seen} seen")
-    fields = (names, starts, numbers, merged, touched, counts)
+    fields = (names, starts, numbers, merged, touched, counts, observed)
     if len({len(values) for values in fields}) > 1 or any(c < 1 for c in counts) or starts[:1] not in ([], [0]):
         raise ValueError(f"the state lists {len(names)} tasks whose rows do not fit its {length} datapoints")
     if "data" in state:
@@ -60,13 +64,15 @@ def entries_from_tree(state: Mapping[str, Any], present: Entries) -> Entries:
     else:
         by_number = _present(present, dict(zip(numbers, counts, strict=True)), length)
         kept = [by_number[n].copy(name, is_merged) for n, name, is_merged in zip(numbers, names, merged, strict=True)]
-    for entry, last in zip(kept, touched, strict=True):
-        entry.touched = last
+    if any(num < count for num, count in zip(observed, counts, strict=True)):
+        raise ValueError("the state is damaged: a task has more datapoints than were observed")
+    for entry, last, num in zip(kept, touched, observed, strict=True):
+        entry.touched, entry.observed = last, num
     has_round = bool(kept) and (more["round"] if more else is_open is None)
     entries = Entries(kept, has_round, dict(aside))
     entries.seen, entries.open = seen, is_open
     entries.removed = integer(more, "removed", high=seen) if more else 0
-    entries.holes = 0 if "data" in state else present.holes
+    entries.freed = [] if "data" in state else list(present.freed)
     return entries
 
 

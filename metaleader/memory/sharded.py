@@ -7,6 +7,7 @@ its own shards, and those of the open round, which every process needs in order 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from metaleader.distributed.shards import Sharding
-from metaleader.memory.rows import Index, Rows
+from metaleader.memory.rows import Index, Rows, bytes_of
 from metaleader.tasks import Batch, check_alike, num_rows
 
 # The own storage is regrouped when this fraction of its rows belongs to no segment.
@@ -31,8 +32,9 @@ class ShardedRows:
     All processes make the same calls. `take`, `copy_of` and `state_dict` send rows that not every process has.
 
     Args:
-        device: where the data is kept.
+        device: the device that computes.
         shards: of the learner.
+        folder: a folder on the disk for the data; None stores it in the memory of the device.
 
     Attributes:
         length: the number of rows of all processes.
@@ -40,9 +42,9 @@ class ShardedRows:
         data: a datapoint of the form of those stored; None before the first.
     """
 
-    def __init__(self, device: torch.device, shards: Sharding) -> None:
-        self.device, self.shards = device, shards
-        self.own = Rows(device)
+    def __init__(self, device: torch.device, shards: Sharding, folder: Path | None = None) -> None:
+        self.device, self.shards, self.folder = device, shards, folder
+        self.own = Rows(device, folder)
         self.data: Batch | None = None
         self.length = self._holes = 0
         self._open_task = -1
@@ -94,7 +96,7 @@ class ShardedRows:
             if segments[_RANK, i] == self.shards.group.rank:
                 continue
             if segments[_PLACE, i] + sizes[i] == self.own.length:
-                self.own.length = int(segments[_PLACE, i])
+                self.own.cut((int(segments[_PLACE, i]), 0))
             else:
                 self._holes += int(sizes[i])
             segments[_PLACE, i] = _ELSEWHERE
@@ -108,15 +110,27 @@ class ShardedRows:
         places = [
             np.arange(place, place + size) for place, size in zip(segments[_PLACE, kept], sizes[kept], strict=True)
         ]
-        own = self.own.copy_of(np.concatenate(places)) if places else Rows(self.device)
+        own = self.own.copy_of(np.concatenate(places)) if places else Rows(self.device, self.folder)
         segments[_PLACE, kept] = np.cumsum(sizes[kept]) - sizes[kept]
         self.own, self._holes = own, 0
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a datapoint; 0 before the first."""
+        return 0 if self.data is None else bytes_of(self.data)
+
+    def release(self, rows: np.ndarray) -> None:
+        """Nothing: rows have numbers that all processes know, and are removed when the storage is regrouped."""
+
+    def point(self) -> int:
+        """This point, for `cut`."""
+        return self.length
 
     def cut(self, length: int) -> None:
         """Remove the rows from `length` on, which are those added last."""
         starts = self._segments[_START]
         removed = np.maximum(starts + self._sizes() - np.maximum(starts, length), 0)
-        self.own.cut(self.own.length - int(removed[self._segments[_PLACE] != _ELSEWHERE].sum()))
+        self.own.cut((self.own.length - int(removed[self._segments[_PLACE] != _ELSEWHERE].sum()), 0))
         self._num = int(np.searchsorted(starts, length))
         self.length = length
         if length == 0:  # the next rows may have any shape
@@ -165,7 +179,7 @@ class ShardedRows:
 
     def copy_of(self, index: Index) -> ShardedRows:
         """A copy of the rows at an index, each on the processes that have it."""
-        copied, numbers = ShardedRows(self.device, self.shards), self._numbers(index)
+        copied, numbers = ShardedRows(self.device, self.shards, self.folder), self._numbers(index)
         copied.data, copied._open_task = self.data, self._open_task
         found = self._find(numbers)
         is_own = found[_PLACE] != _ELSEWHERE
@@ -197,7 +211,7 @@ class ShardedRows:
     @classmethod
     def of(cls, rows: Rows, shards: Sharding, tasks: Sequence[tuple[int, int, bool]]) -> ShardedRows:
         """The rows of a state, with number, size and openness of the task of each stretch of rows."""
-        stored, start = cls(rows.device, shards), 0
+        stored, start = cls(rows.device, shards, rows.folder), 0
         for task, size, is_open in tasks:
             stored.append(rows.take(slice(start, start + size)), task, is_open)
             start += size

@@ -29,7 +29,7 @@ def test_a_misspelt_setting_is_refused_with_a_suggestion(settings: Any, message:
 def test_the_signature_is_that_of_the_options(kind: type[ml.Learner]) -> None:
     parameters = inspect.signature(kind).parameters
     fields = {field.name: field.default for field in dataclasses.fields(kind.Options)}
-    assert list(parameters) == ["model", "loss", "device", "engine", *fields]
+    assert list(parameters) == ["model", "loss", "device", "engine", "data_folder", *fields]
     assert {name: parameters[name].default for name in fields} == fields
 
 

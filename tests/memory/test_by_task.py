@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from metaleader.memory.by_task import TaskBuffer
+from metaleader.memory.limits import Limits
 from metaleader.memory.rows import Weights, distinct, recency
 from metaleader.tasks import Batch
 
 
 def filled(sizes: Sequence[int], weights: Weights | None = None, max_tasks: int | None = None) -> TaskBuffer:
     """A buffer whose x is the row's number, among all that came, and whose y is its task."""
-    buffer, row = TaskBuffer(weights=weights, max_tasks=max_tasks), 0
+    buffer, row = TaskBuffer(weights=weights, limits=Limits(max_tasks=max_tasks)), 0
     for task, size in enumerate(sizes):
         buffer.begin(f"task {task}")
         for start in range(0, size, 4):  # in several reveals
@@ -420,7 +421,7 @@ def test_a_task_without_data_makes_nothing_be_forgotten_twice():
 def test_state_of_a_bounded_memory(sizes: list[int], most: int, opened: bool, data: bool):
     """And a rollback before it, which leaves no trace."""
     buffer = filled(sizes, max_tasks=most)
-    other = TaskBuffer(max_tasks=most) if data else filled(sizes, max_tasks=most)
+    other = TaskBuffer(limits=Limits(max_tasks=most)) if data else filled(sizes, max_tasks=most)
     mark = buffer.mark()
     buffer.append(Batch(torch.full((3,), -1), torch.full((3,), -1)))
     buffer.rollback(mark)
@@ -438,7 +439,7 @@ def test_state_of_a_bounded_memory(sizes: list[int], most: int, opened: bool, da
 
 
 def test_several_are_forgotten_at_once_where_a_larger_memory_is_taken_over():
-    buffer = TaskBuffer(max_tasks=3)
+    buffer = TaskBuffer(limits=Limits(max_tasks=3))
     buffer.load_state_dict(filled([2, 3, 4, 5, 6]).state_dict())
     buffer.begin("next")
     assert buffer.numbers == [3, 4]

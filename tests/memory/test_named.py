@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from metaleader.checks.trees import differences
 from metaleader.memory.by_class import ClassBuffer
 from metaleader.memory.by_task import TaskBuffer
+from metaleader.memory.limits import Limits
 from metaleader.tasks import Batch
 
 
@@ -148,7 +149,7 @@ def play(buffer: TaskBuffer, calls: Sequence[tuple[str, str, int]], first: int =
             buffer.forget(name)
             lists.data = [item for item in lists.data if item[0] != name]
         elif kind == "reload":
-            other = TaskBuffer(max_tasks=buffer.max_tasks)
+            other = TaskBuffer(limits=buffer.limits)
             if num:  # the data is present already
                 other.load_state_dict(buffer.state_dict())
             other.load_state_dict(buffer.state_dict(data=not num))
@@ -198,7 +199,7 @@ def test_a_state_draws_as_its_buffer(calls: list[tuple[str, str, int]]) -> None:
 
 @given(CALLS, st.integers(2, 4))
 def test_a_bounded_memory(calls: list[tuple[str, str, int]], most: int) -> None:
-    buffer, _ = play(TaskBuffer(max_tasks=most), calls)
+    buffer, _ = play(TaskBuffer(limits=Limits(max_tasks=most)), calls)
     assert len(buffer) <= most
     assert all(min(row) >= 0 for row in drawn(buffer))
     for name, size in buffer.sizes().items():
@@ -206,7 +207,7 @@ def test_a_bounded_memory(calls: list[tuple[str, str, int]], most: int) -> None:
 
 
 def test_the_task_that_was_not_observed_for_longest_is_dropped() -> None:
-    buffer = TaskBuffer(max_tasks=3)
+    buffer = TaskBuffer(limits=Limits(max_tasks=3))
     for first, name in enumerate(["a", "b", "c", "a", "d", "e"]):
         buffer.append(batch(10 * first, 2), task=name)
     assert set(buffer.sizes()) == {"a", "d", "e"}

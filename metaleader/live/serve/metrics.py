@@ -17,6 +17,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _GAUGES = {
     "tasks": "Tasks with data.",
     "datapoints": "Datapoints in memory.",
+    "memory_bytes": "Bytes of the datapoints in memory.",
     "updates_due": "Updates that are due.",
     "behind": "Staleness: observations that no update of the parameters has used.",
     "journal_lag": "Calls that are not written to the journal yet.",
