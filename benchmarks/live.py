@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--customers", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--updates", choices=["background", "process", "thread"], default="process")
     options = parser.parse_args()
     torch.set_num_threads(1)
     x, y, seconds = torch.randn(ROWS, SHAPE), torch.randn(ROWS, 1), options.seconds
@@ -87,7 +88,7 @@ def main() -> None:
     start = time.perf_counter()
     for checkpoint in options.folder.glob("checkpoint-*"):
         checkpoint.unlink()
-    session = ml.Session(options.folder, build)
+    session = ml.Session(options.folder, build, updates=options.updates)
     taken = time.perf_counter() - start
     print(f"recovery of {options.customers} observations without a checkpoint: {taken:.2f} s", flush=True)
 
@@ -104,9 +105,17 @@ def main() -> None:
         print(f"  updates meanwhile: {(session.learner.step - step) / seconds:.0f} per second", flush=True)
 
     session.predict(x, name[0])
+    for _ in range(3):  # the first updates load modules
+        keep_updating(0, 0)
+        session.wait()
     report("predict, idle", in_threads(1, seconds, lambda t, i: session.predict(x[:1], name[i])), seconds)
     measure("predict, 1 thread, updates running", 1, lambda t, i: session.predict(x[:1], name[i]))
-    measure("predict, 8 threads, updates running", 8, lambda t, i: session.predict(x[:1], name[8 * i + t]))
+    for count in (8, 32):
+        measure(
+            f"predict, {count} threads, updates running",
+            count,
+            lambda t, i, count=count: session.predict(x[:1], name[(count * i + t) % len(name)]),
+        )
     for size in (16, 64, 256):
         many = [{name[(j + i * size) % len(name)]: x[:1] for j in range(size)} for i in range(20)]
         session.predict_many(many[0])
@@ -117,7 +126,11 @@ def main() -> None:
             size,
         )
     for count in (1, 16, 64):
-        measure(f"observe, {count} threads, updates running", count, lambda t, i: session.observe(x, y, task=name[i]))
+        measure(
+            f"observe, {count} threads, updates running",
+            count,
+            lambda t, i: session.observe(x, y, task=name[i % len(name)]),
+        )
     print("status:", session.status())
     session.close()
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MB", file=sys.stderr)

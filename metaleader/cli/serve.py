@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -12,8 +13,9 @@ import tyro
 from metaleader.experiments.experiment import Experiment
 from metaleader.experiments.files import load_definition
 from metaleader.learners import Learner
+from metaleader.live.opening import warm_up
 from metaleader.live.replica import Replica
-from metaleader.live.session import Session
+from metaleader.live.session import Mode, Session
 from metaleader.runner.plan import make_learner
 from metaleader.system.builders import explained, unknown
 
@@ -30,7 +32,7 @@ def serve(
     port: int = 8000,
     tokens: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
     replica: bool = False,
-    updates: Literal["background", "inline"] = "background",
+    updates: Mode = "background",
     share: float = 0.5,
     prequential: bool = True,
     window_ms: float = 2.0,
@@ -52,7 +54,8 @@ def serve(
         port: the port; 0 chooses a free one.
         tokens: a file with one bearer token per line, one of which each request must have.
         replica: only predict, and follow the folder of another server, which writes.
-        updates: background, or inline: each observation waits for its updates.
+        updates: background: the updates follow an observation, in a thread, and in a process once they have taken a
+            second; process or thread: in one of these from the start; inline: each observation waits for its updates.
         share: the part of the time in which background updates run.
         prequential: predict each observation before it is stored, to measure the error.
         window_ms: the time that a prediction waits for others, which are computed with it.
@@ -85,10 +88,14 @@ def serve(
     if not known and not is_loopback(host):
         raise ValueError(f"{host} can be reached from other machines: name a file with bearer tokens by --tokens")
     torch.set_num_threads(threads)
-    factory = learner_factory(experiment, method, seed)
+    path = str(experiment.resolve())
+    _factory.cache_clear()
+    _factory(path, method, seed)
+    factory = functools.partial(served_learner, path, method, seed)
     bound = bound_socket(host, port)
     try:
         source = Replica(folder, factory) if replica else _session(folder, factory, updates, share, repair)
+        warm_up(source.learner)
         service = Service(source, limits, window=window_ms / 1000, measure=prequential)
         bound.listen(1024)  # connections wait from here on
         name = f"[{host}]" if ":" in host else host
@@ -100,6 +107,17 @@ def serve(
 
 def _session(folder: Path, factory: Callable[[], Learner], updates: Any, share: float, repair: bool) -> Session:
     return Session(folder, factory, updates=updates, share=share, repair=repair)
+
+
+def served_learner(path: str, method: str | None, seed: int) -> Learner:
+    """The learner of a file; the process that makes the updates calls this function by its name."""
+    return _factory(path, method, seed)()
+
+
+@functools.cache
+def _factory(path: str, method: str | None, seed: int) -> Callable[[], Learner]:
+    """The function of a file as it was when the server started."""
+    return learner_factory(Path(path), method, seed)
 
 
 def learner_factory(path: Path, method: str | None, seed: int) -> Callable[[], Learner]:

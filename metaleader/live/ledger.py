@@ -40,6 +40,8 @@ class Ledger:
         refused: the records that the learner did not accept.
         exclusive: whether the last update failed.
         seconds: the time taken by updates since the last checkpoint.
+        unused: the time of the first observation since the last update began, or None.
+        used: that of the first observation that the update under way uses, or None.
     """
 
     def __init__(self, learner: Learner, keys: int, predictions: int) -> None:
@@ -49,6 +51,8 @@ class Ledger:
         self.due = self.behind = 0
         self.refused: list[int] = []
         self.seconds = 0.0
+        self.unused: float | None = None
+        self.used: float | None = None
         self._max_keys, self.max_waiting = keys, predictions
         self.exclusive = False
         self._has_own_observe = type(learner).observe is not Learner.observe
@@ -96,9 +100,11 @@ class Ledger:
         with self.timed():
             if call.exclusive:
                 self.learner.update(call.steps)
+                self.used = None
                 return
             try:
                 self.learner.state = PreparedUpdate(self.learner, call.steps).run()
+                self.used = None
             except FailedUpdate:
                 self.fail_update(call)
 
@@ -110,6 +116,7 @@ class Ledger:
         self._store(call)
         if call.updates == "later":
             self.due, self.behind = self.learner.options.meta_steps, self.behind + 1
+            self.unused = self.unused or time.monotonic()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -128,10 +135,17 @@ class Ledger:
                 " code, or this version of torch, does not repeat what was recorded"
             )
         self.due, self.behind, self.exclusive = max(0, self.due - call.steps), 0, False
+        self.used, self.unused = self.used or self.unused, None
 
     def fail_update(self, call: Update) -> None:
         """Count an update as failed. It will be made exclusively, which finds the task that is at fault."""
         self.due, self.exclusive = max(self.due, call.steps), True
+
+    @property
+    def staleness(self) -> float:
+        """The age of the oldest observation that the parameters do not include, in seconds; 0 if there is none."""
+        first = self.used or self.unused
+        return 0.0 if first is None else time.monotonic() - first
 
     @property
     def next_update_is_exclusive(self) -> bool:

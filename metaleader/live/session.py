@@ -6,7 +6,6 @@ import atexit
 import errno
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -16,16 +15,18 @@ from metaleader.learners.learner import Learner
 from metaleader.live import checkpoints
 from metaleader.live.calls import Codec, Observe, Predict, Readmit, Updates, digest, fingerprint
 from metaleader.live.errors import ConflictError, UnknownPredictionError
+from metaleader.live.opening import built, locked
 from metaleader.live.recovery import first_records, open_folder, predictions_of
 from metaleader.live.repair import repair_journal
+from metaleader.live.runner import Runner
+from metaleader.live.together import Together
 from metaleader.live.updater import Updater
 from metaleader.live.writer import Writer
 from metaleader.system.files import make_folder, sync_folder, write_atomic
-from metaleader.system.lock import FolderLock
 from metaleader.tasks import Tree
 
-_MODES: dict[Literal["background", "inline"], Updates] = {"background": "later", "inline": "now"}
-_ATTEMPTS = 3
+Mode = Literal["background", "process", "thread", "inline"]
+_MODES: dict[Mode, Updates] = {"background": "later", "process": "later", "thread": "later", "inline": "now"}
 
 
 class Session:
@@ -38,8 +39,10 @@ class Session:
     Args:
         folder: the folder; it is created if there is none.
         factory: builds the learner, with the same settings each time; data that it has is taken over into a new folder.
-        updates: "background": `observe` returns when the data is on disk, and a thread makes the updates; "inline":
-            each `observe` makes its updates before it returns.
+        updates: "background": `observe` returns when the data is on disk, and the updates follow; "inline": each
+            `observe` makes its updates before it returns. Background updates run in a thread; once they have taken a
+            second, they run in a process of their own if another process can import the factory by name. "process"
+            requires that from the start, and "thread" excludes it. The state is the same in all three.
         share: the part of the time in which background updates run, above 0 and at most 1.
         keys: the number of keys that are remembered, those of the latest calls.
         predictions: the number of predictions that can be given a label later, the latest.
@@ -47,7 +50,7 @@ class Session:
 
     Raises:
         ValueError: if another process has opened the folder, its settings differ from those of the learner, or it is
-            damaged.
+            damaged; for updates="process" if that is not possible.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Session:
         folder: str | os.PathLike[str],
         factory: Callable[[], Learner],
         *,
-        updates: Literal["background", "inline"] = "background",
+        updates: Mode = "background",
         share: float = 0.5,
         keys: int = 100_000,
         predictions: int = 100_000,
@@ -71,17 +74,25 @@ class Session:
         self.folder = Path(folder)
         self._mode: Updates = _MODES[updates]
         self._process, self._closed = os.getpid(), False
-        self._lock = _locked(self.folder)
+        self._lock = locked(self.folder)
         try:
             if repair:
-                repair_journal(self.folder, _built(factory), keys, predictions)
-            opened = open_folder(self.folder, _built(factory), keys, predictions, repair)
+                repair_journal(self.folder, built(factory), keys, predictions)
+            opened = open_folder(self.folder, built(factory), keys, predictions, repair)
+            try:
+                runner = Runner(
+                    self.folder, opened.ledger.learner, factory, "thread" if updates == "inline" else updates
+                )
+            except BaseException:
+                opened.journal.close()
+                raise
         except BaseException:
             self._lock.close()
             raise
         self._journal, self._ledger = opened.journal, opened.ledger
+        self._together = Together(opened.ledger.learner)
         self._writer = Writer(opened.journal, opened.codec, opened.ledger, lambda: self._updater.wake())
-        self._updater = Updater(self.folder, opened, self._writer, share)
+        self._updater = Updater(self.folder, opened, self._writer, runner, share)
         atexit.register(self.close)
 
     def __enter__(self) -> Self:
@@ -149,6 +160,8 @@ class Session:
     def predict(self, x: Tree, task: str, *, variance: bool = False, name: str | None = None) -> Any:
         """Predictions of the net adapted to all data of a task, from the newest parameters.
 
+        Calls that several threads make at the same time are computed together, with the same result up to rounding.
+
         Args:
             x: inputs, one row per datapoint.
             task: the name of the task.
@@ -163,7 +176,9 @@ class Session:
             ValueError: for a task without data, inputs that the model refuses, or a name that was used for others.
         """
         self._check()
-        prediction = self.learner.predict(x, task=str(task), variance=variance)
+        prediction = (
+            self.learner.predict(x, task=str(task), variance=True) if variance else self._together.predict(x, str(task))
+        )
         if name is not None:
             self.remember(x, task=task, name=name)
         return prediction
@@ -246,11 +261,12 @@ class Session:
         Returns:
             `tasks`, `datapoints` and `memory_bytes`, the bytes of these, in memory; `set_aside`, tasks that are not
             drawn, with the reason; `step`, the number of updates made; `updates_due`; `behind`, the number of
-            observations since the last update began;
-            `update_error`, why the last update failed, or None; `record`, the number of the last record of the journal;
-            `journal_lag`, the number of calls that are not written yet; `checkpoint`, the last record that the newest
-            checkpoint includes; `keys` and `predictions` remembered; `bytes` on disk; `stopped`, the error after which
-            the session refuses calls, or None.
+            observations since the last update began; `staleness`, the age in seconds of the oldest observation that the
+            parameters do not include; `update_process`, the number of the process that makes the updates, or None;
+            `update_thread`, why they run in a thread for good, or None; `update_error`, why the last update failed, or
+            None; `record`, the number of the last record of the journal; `journal_lag`, the number of calls that are
+            not written yet; `checkpoint`, the last record that the newest checkpoint includes; `keys` and `predictions`
+            remembered; `bytes` on disk; `stopped`, the error after which the session refuses calls, or None.
         """
         self._check()
         tasks = self.learner.tasks
@@ -263,6 +279,9 @@ class Session:
             "step": self.learner.step,
             "updates_due": self._ledger.due,
             "behind": self._ledger.behind,
+            "staleness": self._ledger.staleness,
+            "update_process": self._updater.runner.pid,
+            "update_thread": self._updater.runner.reason,
             "update_error": self._updater.error,
             "record": self._journal.last,
             "journal_lag": self._writer.num_waiting,
@@ -309,30 +328,3 @@ class Session:
             raise ValueError(f"the session of {self.folder} belongs to process {self._process}, which forked this one")
         if self._closed:
             raise ValueError(f"the session of {self.folder} is closed; open the folder again")
-
-
-def _locked(folder: Path) -> FolderLock:
-    for attempts_left in reversed(range(_ATTEMPTS)):
-        try:
-            make_folder(folder)
-            return FolderLock(folder)
-        except BlockingIOError as error:
-            if attempts_left == 0:
-                raise ValueError(f"{folder} is in use by another session; close it, or stop its process") from error
-            time.sleep(0.02)  # `metaleader status` holds the lock for a moment
-        except OSError as error:
-            raise OSError(
-                error.errno, f"cannot write the folder {folder} ({error.strerror}); choose another"
-            ) from error
-    raise AssertionError("unreachable")
-
-
-def _built(factory: Callable[[], Learner]) -> Learner:
-    learner = factory()
-    if not isinstance(learner, Learner):
-        raise ValueError(
-            f"the factory must return a learner, as in Session(folder, lambda: FTML(...)); got {type(learner).__name__}"
-        )
-    if learner.sharding.group.size > 1:
-        raise ValueError("a session is one process: open it outside of a process group, or use shards=1")
-    return learner

@@ -1,4 +1,4 @@
-"""The thread that makes the updates of a session, and its checkpoints."""
+"""The thread that sees to the updates of a session, and writes its checkpoints."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from metaleader.learners.update import FailedUpdate
 from metaleader.live import checkpoints
 from metaleader.live.calls import Update
 from metaleader.live.recovery import Opened, state_of
+from metaleader.live.runner import Runner
 from metaleader.live.update import PreparedUpdate
 from metaleader.live.writer import Writer
 
@@ -33,6 +34,7 @@ class Updater:
         folder: the folder of the checkpoints.
         opened: the session.
         writer: the thread that writes its journal.
+        runner: takes the updates.
         share: the part of the time in which updates run, above 0 and at most 1.
 
     Attributes:
@@ -41,8 +43,8 @@ class Updater:
         duration: of the last chunk of updates, in seconds.
     """
 
-    def __init__(self, folder: Path, opened: Opened, writer: Writer, share: float) -> None:
-        self._folder, self._writer, self._share = folder, writer, share
+    def __init__(self, folder: Path, opened: Opened, writer: Writer, runner: Runner, share: float) -> None:
+        self._folder, self._writer, self.runner, self._share = folder, writer, runner, share
         self._journal, self._ledger = opened.journal, opened.ledger
         self.error: str | None = None
         self.checkpoint, self.duration = opened.checkpoint, 0.0
@@ -74,6 +76,7 @@ class Updater:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        self.runner.close()
         if self._writer.failure is None and self._ledger.number > self.checkpoint:
             self.write_checkpoint()
 
@@ -114,7 +117,8 @@ class Updater:
         prepared = self._writer.submit(call, begin)
         try:
             with ledger.timed():
-                learner.state = prepared.run()
+                learner.state = self.runner.run(prepared)
+            ledger.used = None
         except FailedUpdate:
             self._writer.run(lambda: ledger.fail_update(call))
 

@@ -57,8 +57,9 @@ def file(tmp_path):
 
 def test_a_server_process(file, tmp_path):
     folder = tmp_path / "customers"
+    options = ("--experiment", file, "--port", "0", "--updates", "process")
     server = subprocess.Popen(
-        [sys.executable, "-m", "metaleader", "serve", folder, "--experiment", file, "--port", "0"],
+        [*(sys.executable, "-m", "metaleader", "serve", folder), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -82,10 +83,13 @@ def test_a_server_process(file, tmp_path):
             Session(folder, make)
         state = read_status(folder)
         assert (state["in_use"], state["tasks"]) == (True, 1)
+        process = json.load(urllib.request.urlopen(f"{address}/status"))["update_process"]
+        assert Path(f"/proc/{process}").exists()
     finally:
         server.send_signal(signal.SIGTERM)
         _, error = server.communicate(timeout=60)
     assert (server.returncode, error) == (0, "")
+    assert not Path(f"/proc/{process}").exists()
     state = read_status(folder)
     assert not state["in_use"]
     assert state["checkpoint"] == state["last"]

@@ -436,7 +436,7 @@ def test_a_closed_session_refuses_calls(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"updates": "sometimes"}, "updates must be one of background, inline"),
+        ({"updates": "sometimes"}, "updates must be one of background, process, thread, inline"),
         ({"share": 0}, "share must be above 0 and at most 1, got 0"),
         ({"share": 1.5}, "share must be"),
         ({"keys": -1}, "keys must be an integer of at least 0, got -1"),

@@ -6,35 +6,27 @@ The first request waits for a moment; others that arrive meanwhile, or while a b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
 
 from metaleader.learners.data import inputs_of
 from metaleader.learners.learner import Learner
 from metaleader.learners.prediction import run_model
+from metaleader.live.together import Question, Source, answer, apart, has_rows_of, joined, split
 from metaleader.memory.by_task import TaskBuffer
-from metaleader.tasks import Tree, num_rows, row_signature, rows, tensors_of
+from metaleader.tasks import Tree, row_signature
 
 
-class Source(Protocol):
-    """What predicts: a session or a replica."""
+class Server(Source, Protocol):
+    """A session or a replica."""
 
     @property
     def learner(self) -> Learner:
         """The learner."""
-        ...
-
-    def predict(self, x: Tree, task: str, *, variance: bool = False) -> Any:
-        """Predictions of the net adapted to all data of a task."""
-        ...
-
-    def predict_many(self, xs: dict[str, Tree]) -> dict[str, Any]:
-        """Predictions for several tasks at once."""
         ...
 
 
@@ -71,8 +63,8 @@ class Predicted(NamedTuple):
     known: Known
 
 
-@dataclass
-class _Item:
+@dataclass(kw_only=True, eq=False)
+class _Item(Question):
     """A request that waits.
 
     Attributes:
@@ -80,14 +72,10 @@ class _Item:
         has_unadapted: whether the predictions of the initialisation are wanted too.
     """
 
-    task: str
-    x: Tree
     has_unadapted: bool
     done: asyncio.Future[Predicted]
     known: Known = field(default_factory=Known)
-    y: Tree = None
     unadapted: Tree = None
-    error: Exception | None = None
 
 
 class Batcher:
@@ -100,7 +88,7 @@ class Batcher:
         counted: called with the number of requests of each batch.
     """
 
-    def __init__(self, source: Source, window: float, most: int, counted: Callable[[int], object]) -> None:
+    def __init__(self, source: Server, window: float, most: int, counted: Callable[[int], object]) -> None:
         self._source, self._window, self._most, self._counted = source, window, most, counted
         self._items: list[_Item] = []
         self._worker: asyncio.Task[None] | None = None
@@ -118,7 +106,7 @@ class Batcher:
             ValueError: if the model refuses the rows, or the adapted net is not finite.
         """
         loop = asyncio.get_running_loop()
-        item = _Item(task, x, has_unadapted, loop.create_future())
+        item = _Item(task, x, has_unadapted=has_unadapted, done=loop.create_future())
         self._items.append(item)
         if self._worker is None:
             self._worker = loop.create_task(self._work())
@@ -160,74 +148,26 @@ class Batcher:
             except Exception as error:
                 item.error = error
         items = [item for item in items if item.error is None]
-        _together([item for item in items if item.known.datapoints], self._adapted, "y")
+        answer(self._source, [item for item in items if item.known.datapoints])
         plain = [item for item in items if item.has_unadapted or not item.known.datapoints]
-        _together(plain, self._unadapted, "unadapted")
+        apart(plain, self._unadapted, "unadapted")
         for item in items:
             if not item.known.datapoints:
                 item.y = item.unadapted
-
-    def _adapted(self, items: list[_Item]) -> list[Tree]:
-        if len(items) == 1:
-            return [self._source.predict(items[0].x, items[0].task)]
-        by_task: dict[str, list[_Item]] = {}
-        for item in items:
-            by_task.setdefault(item.task, []).append(item)
-        found = self._source.predict_many({name: _joined(some) for name, some in by_task.items()})
-        pieces = {name: iter(_split(found[name], some)) for name, some in by_task.items()}
-        return [next(pieces[item.task]) for item in items]
 
     def _unadapted(self, items: list[_Item]) -> list[Tree]:
         learner = self._source.learner
         if learner.network.has_batch_norm and len(items) > 1:
             raise ValueError("with batch norm, the rows of each request have statistics of their own")
-        x = _joined(items)
+        x = joined(items)
         with torch.no_grad():
             params = learner.layout.named(learner.state.flat)
-            return _split(run_model(learner.network.predict, "predict", params, x, x=x), items)
+            return split(run_model(learner.network.predict, "predict", params, x, x=x), items)
 
 
 def _check_rows(learner: Learner, x: Tree) -> None:
     """Reject rows of another kind than those stored."""
-    stored = learner.memory.store.data
-    if stored is not None and _kinds(x) != _kinds(stored.x):
-        raise ValueError(f"x has rows of {row_signature(x)}, the data so far has {row_signature(stored.x)}")
-
-
-def _kinds(tree: Tree) -> list[tuple[torch.dtype, torch.Size]]:
-    return [(leaf.dtype, leaf.shape[1:]) for leaf in tensors_of(tree)]
-
-
-def _together(items: list[_Item], call: Callable[[list[_Item]], list[Tree]], name: str) -> None:
-    """Predict for some requests at once; if that fails, for each alone, so that one cannot make others fail."""
-    if not items:
-        return
-    try:
-        found = call(items)
-    except Exception as error:
-        if len(items) == 1:
-            items[0].error = error
-            return
-        for item in items:
-            _together([item], call, name)
-        return
-    for item, value in zip(items, found, strict=True):
-        setattr(item, name, value)
-
-
-def _joined(items: Iterable[_Item]) -> Tree:
-    """The rows of several requests in one tree."""
-    trees = [item.x for item in items]
-    if len({row_signature(tree) for tree in trees}) > 1:
-        raise ValueError("the rows of the requests differ")
-    return trees[0] if len(trees) == 1 else tree_map(lambda *leaves: torch.cat(leaves), *trees)
-
-
-def _split(tree: Tree, items: list[_Item]) -> list[Tree]:
-    """The inverse of `_joined`, for predictions."""
-    found, start = [], 0
-    for item in items:
-        stop = start + num_rows(item.x)
-        found.append(rows(tree, slice(start, stop)))
-        start = stop
-    return found
+    if not has_rows_of(learner, x):
+        stored = learner.memory.store.data
+        known = "" if stored is None else row_signature(stored.x)
+        raise ValueError(f"x has rows of {row_signature(x)}, the data so far has {known}")
