@@ -226,7 +226,7 @@ def compiling() -> Iterator[None]:
     """
     import torch._dynamo.config  # takes a second, which eager programs save
 
-    limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024)
+    limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024, allow_rnn=True)
     with limits, plain_attention(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -25,7 +25,7 @@ from metaleader.engine.determinism import repeatable
 from metaleader.engine.hook import HookError, HookGradient, OwnGradient, StateReadError
 from metaleader.engine.objective import Adaptation, GradientSteps, Objective, learned_rates, over_learners
 from metaleader.engine.programs import Chains, Gradient, OuterStep, Updates, compiled_gradient
-from metaleader.engine.whole import WholeProgram, has_few_operations, is_small
+from metaleader.engine.whole import WholeProgram, has_few_operations, is_whole
 from metaleader.gradient.meta import descend
 from metaleader.gradient.selection import Params
 from metaleader.gradient.unrolled import TooLargeError
@@ -249,7 +249,7 @@ class Engine:
         program: Gradient | None = None
         if noise is None:
             program = self._chains.gradient(objective, flat, batch, compiled)
-        if program is None and compiled and not flat.is_cuda and is_small(objective):
+        if program is None and compiled and is_whole(objective, flat.device):
             whole = functools.partial(_flat_gradient, objective, eager_gradient(objective))
             return WholeProgram(whole, (flat, support, query, noise))
         if program is None and compiled:

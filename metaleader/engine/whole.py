@@ -22,11 +22,13 @@ from metaleader.system.tracing import tracing
 
 # A gradient of more operations is compiled in pieces. Inductor takes about a minute for 10,000 operations.
 MAX_OPERATIONS = 4000
+# The devices on which whole programs are compiled
+DEVICES = ("cpu",)
 
 
-def is_small(objective: Objective) -> bool:
+def is_whole(objective: Objective, device: torch.device) -> bool:
     """Whether the gradient is compiled as a whole: unrolled, and of few operations."""
-    return has_few_operations(objective) and bool(objective.inner.unroll)
+    return device.type in DEVICES and has_few_operations(objective) and bool(objective.inner.unroll)
 
 
 def has_few_operations(objective: Objective) -> bool:
@@ -55,7 +57,8 @@ class WholeProgram:
 
         with torch.no_grad(), compiling(), tracing():
             graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
-        rewrite_products(graph)
+        if tensors[0].device.type == "cpu":
+            rewrite_products(graph)
         with torch.no_grad(), compiling():
             self._graph = compile_graph(graph, tensors)
 
