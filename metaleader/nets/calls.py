@@ -52,6 +52,7 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.batch_norm: _batch_norm,
     F.hardsigmoid: composed.hardsigmoid,
     F.bilinear: composed.bilinear,
+    F.interpolate: composed.interpolate,
     F.embedding: composed.embedding,
     F.embedding_bag: composed.embedding_bag,
     F.max_unpool1d: functools.partial(composed.max_unpool, num_dims=1),
@@ -67,6 +68,8 @@ class ReplacedCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the replacement of a function, or the function."""
+        if func is Tensor.unflatten:  # dynamo traces the function, but not the method
+            func = torch.unflatten
         return (_REPLACED.get(func) or func)(*args, **(kwargs or {}))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,29 @@ _Size = int | Sequence[int]
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.hardsigmoid`, which has no second derivative."""
     return F.relu6(input + 3) / 6
+
+
+def interpolate(
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.interpolate`, with "nearest-exact" as a choice of rows and columns."""
+    if mode != "nearest-exact" or antialias or align_corners is not None:
+        return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    num_dims = input.ndim - 2
+    sizes, scales = (v if isinstance(v, Sequence) else [v] * num_dims for v in (size, scale_factor))
+    for dim, (new_size, scale) in enumerate(zip(sizes, scales, strict=True), 2):
+        positions = torch.arange(input.shape[dim], dtype=torch.float32, device=input.device)[None, None]
+        chosen = F.interpolate(
+            positions, new_size, scale, "nearest-exact", recompute_scale_factor=recompute_scale_factor
+        )
+        input = input.index_select(dim, chosen.flatten().long())
+    return input
 
 
 def embedding(
@@ -97,6 +121,15 @@ def max_unpool(
     zeros = input.new_zeros(*input.shape[:-num_dims], math.prod(shape))
     flat = zeros.scatter(-1, indices.flatten(-num_dims), input.flatten(-num_dims))
     return flat.unflatten(-1, shape)
+
+
+class Upsample(nn.Upsample):
+    """`nn.Upsample`, whose mode "nearest-exact" is batched over tasks."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Interpolate (N, C, ...)."""
+        again = self.recompute_scale_factor
+        return interpolate(input, self.size, self.scale_factor, self.mode, self.align_corners, again)
 
 
 class Hardsigmoid(nn.Hardsigmoid):

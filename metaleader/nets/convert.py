@@ -40,6 +40,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTMCell: recurrent.LSTMCell,
     nn.Hardsigmoid: composed.Hardsigmoid,
     nn.Bilinear: composed.Bilinear,
+    nn.Upsample: composed.Upsample,
     nn.Embedding: composed.Embedding,
     nn.EmbeddingBag: composed.EmbeddingBag,
     nn.MaxUnpool1d: composed.MaxUnpool1d,

@@ -207,7 +207,8 @@ class Network:
         With `statistics_of`, batch norm uses the statistics of these rows of the task.
         """
         if self._feature_copies is None:
-            module, prefix = copy.deepcopy(self.module), self.last_linear()[0]
+            # It shares the buffers, frozen parameters among them, which `set_frozen` changes in place.
+            module, prefix = Copies(self.module).another(), self.last_linear()[0]
             parent, _, child = prefix.rstrip(".").rpartition(".")
             if child:
                 setattr(module.get_submodule(parent), child, nn.Identity())

@@ -46,7 +46,7 @@ WORKS = "works"
 Call = Callable[[Any, Tensor], Tensor]
 
 
-traced_only = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
+traced_only = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
 
 
 class Case(NamedTuple):

@@ -21,7 +21,6 @@ def test_a_layer_works_or_is_refused_as_published(name: str):
     assert conformance.outcome(conformance.CASES[name], "eager") == conformance.published()[name]["eager"]
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", conformance.VARIANTS)
 def test_other_settings_of_a_layer_work(name: str):
     assert conformance.outcome(conformance.VARIANTS[name], "eager") == conformance.WORKS

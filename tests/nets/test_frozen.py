@@ -117,6 +117,25 @@ def test_a_file_holds_the_frozen_parameters(tmp_path: Path):
     assert torch.equal(one.predict(x, task="task 1"), loaded.predict(x, task="task 1"))
 
 
+def test_features_are_those_of_the_frozen_parameters_of_a_state():
+    def predicting(scale: float) -> ml.Learner:
+        net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        for i, value in enumerate(net.parameters()):
+            nn.init.constant_(value, scale / (i + 2))
+        net[0].requires_grad_(False)
+        one = ml.FTML(net, losses.squared_error, adaptation=ml.BayesianHead(), support=3, query=3)
+        x = normal("x", 8, 2, dtype=torch.float32)
+        one.observe(x, x.sum(1, keepdim=True), task="task", update=False)
+        return one
+
+    one, other = predicting(1.0), predicting(3.0)
+    x = normal("new x", 4, 2, dtype=torch.float32)
+    before = one.predict(x, task="task")
+    one.load_state_dict(other.state_dict())
+    assert torch.equal(one.predict(x, task="task"), other.predict(x, task="task"))
+    assert not torch.equal(one.predict(x, task="task"), before)
+
+
 def test_a_state_with_other_frozen_parameters_is_refused():
     one, other = learner(backbone()), backbone()
     other.rnn.requires_grad_(True)
