@@ -45,7 +45,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -54,7 +53,7 @@ from typing import Any
 import numpy as np
 
 from metaleader.methods import METHODS, label
-from metaleader.report.claims import check_claims
+from metaleader.report.claims import check_claims, counted
 from metaleader.report.records import Records, over_seeds, third
 from metaleader.runs.folder import read_records, read_times
 
@@ -191,9 +190,7 @@ def claims(run: str) -> str:
     """The verdicts on a run."""
     judged = check_claims(run_folder(run))
     rows = [[claim.text, *claim.cells(), claim.verdict] for claim in judged]
-    count = Counter(claim.verdict for claim in judged)
-    summary = f"{count['agrees']} agree, {count['disagrees']} disagree, {count['undecided']} undecided."
-    return f"{markdown(['claim', 'effect', 'interval', 'claimed', 'verdict'], rows)}\n{summary}\n"
+    return f"{markdown(['claim', 'effect', 'interval', 'claimed', 'verdict'], rows)}\n{counted(judged)}.\n"
 
 
 def tuning(run: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from metaleader.distributed.group import is_launched, launched_group
-from metaleader.report.claims import check_claims
+from metaleader.report.claims import check_claims, counted
 from metaleader.report.page import report_runs
 from metaleader.runner import RunOptions, join_experiments, resume_experiment, run_experiment
 from metaleader.runner.grid import Workers, cell_folders, is_grid, resume_grid, run_grid
@@ -23,7 +22,7 @@ from metaleader.runner.tune import is_tune, resume_tune
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
-_COLOURS = {"agrees": "green", "disagrees": "bold red", "undecided": "yellow"}
+_COLOURS = {"agrees": "green", "disagrees": "bold red", "below margin": "magenta", "undecided": "yellow"}
 
 
 def run(
@@ -164,6 +163,5 @@ def verify(folder: Folder) -> int:
     for claim in claims:
         table.add_row(escape(claim.text), *claim.cells(), f"[{_COLOURS[claim.verdict]}]{claim.verdict}[/]")
     Console().print(table)
-    count = Counter(claim.verdict for claim in claims)
-    print(f"{count['agrees']} agree, {count['disagrees']} disagree, {count['undecided']} undecided")
-    return 1 if count["disagrees"] else 0
+    print(counted(claims))
+    return 1 if any(claim.verdict == "disagrees" for claim in claims) else 0

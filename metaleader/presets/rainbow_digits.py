@@ -18,7 +18,7 @@ def experiment(schedule: str = "standard") -> ml.Experiment:
         network=functools.partial(ml.models.conv_net, classes=10, image_size=16, filters=16, layers=3),
         loss=functools.partial(ml.losses.cross_entropy, smoothing=0.1),
         methods=methods,
-        extras=matched(methods) | additions(tasks * 3 * meta_steps, **options),
+        extras=matched(methods) | {"ftml-one": options} | additions(tasks * 3 * meta_steps, **options),
         tasks=tasks,
         reveal=20,
         reveals=3,
@@ -26,6 +26,7 @@ def experiment(schedule: str = "standard") -> ml.Experiment:
         # After 16 tasks no method is far above 0.8.
         gamma=0.7 if quick else 0.8,
         panels=(20, 60),
+        steps=(5, 0, 1, 10) if quick else (5, 0, 1, 10, 20),
         # A second thread gains little, and on a busy machine it makes updates many times slower.
         threads=1,
     )

@@ -7,6 +7,7 @@ interval over seeds (5 % error on either side). docs/verify.md gives the reason 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,18 +22,19 @@ from metaleader.methods import styles as styles_of
 from metaleader.presets import PRESETS
 from metaleader.report.loaded import preset_of
 from metaleader.report.records import of_one_protocol, over_seeds, record_error, step_suffixes, where
+from metaleader.report.statements import STATEMENTS, Statement
 from metaleader.runs.folder import Config, read_config, read_records
 
-Verdict = Literal["disagrees", "undecided", "agrees"]  # of several pairs, the earliest in this order counts
+# Of several pairs, the earliest in this order counts.
+Verdict = Literal["disagrees", "below margin", "undecided", "agrees"]
 Values = dict[tuple[int, int], float]  # by seed and round
 
 # The 95 % quantile of Student's t with 1, 2, ... 29 degrees of freedom; the last is used for more, slightly too wide.
 T_QUANTILES = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 T_QUANTILES += (1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699)
 
-FTML, FTL, TOE, SCRATCH, LAST = ("ftml",), ("ftl",), ("toe",), ("scratch",), ("ftml-last",)
-OTHERS = FTL + TOE + SCRATCH
-FEW, MORE, MANY = 0, 1, -1  # the paper's panels
+# Methods that do not adapt: other numbers of steps have the same results.
+_UNADAPTED = ("toe", "scratch")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class Claim:
         uncertainty: the 90 % interval of the effect over paired seeds; None with a single seed.
         margin: the value that the effect must exceed; if two-sided, the largest difference from 0 on either side.
         two_sided: whether the claim is that two methods are about equal.
-        verdict: "agrees" if the whole interval is inside the margin, "disagrees" if none of it is.
+        verdict: "agrees" if the whole interval is inside the margin; "disagrees" if it is on the other side of no
+            effect, or of the margin where the claim is not a difference of two methods by a margin; "below margin" if
+            the effect is shown to be smaller than the margin.
     """
 
     name: str
@@ -62,75 +66,6 @@ class Claim:
         effect = "" if self.effect is None else f"{self.effect:.3g} {self.unit}"
         interval = "" if self.uncertainty is None else "{:.3g} to {:.3g}".format(*self.uncertainty)
         return effect, interval, f"within ±{self.margin:.3g}" if self.two_sided else f"> {self.margin:.3g}"
-
-
-@dataclass(frozen=True)
-class Statement:
-    """A claim to test: every method of `better` is better than every method of `worse`.
-
-    If `worse` is empty, the last third of the tasks is compared with the first third of the same method; otherwise the
-    last thirds are compared. The worse method counts with its best number of adaptation steps.
-
-    Attributes:
-        text: the claim as a sentence; "{}" stands for the number of datapoints.
-        value: the panel of the error, or "needed": the datapoints to proficiency.
-        margin: for a difference, in units of the error that the threshold of proficiency allows, or of a reveal.
-        statistic: "difference" or "ratio" of means; "behind": the fraction of all tasks on which the worse method is
-            behind by more than `LIKENESS`; "first": the fraction of all tasks that were solved at the first reveal.
-    """
-
-    name: str
-    text: str
-    better: tuple[str, ...]
-    worse: tuple[str, ...]
-    value: Literal[0, 1, -1, "needed"]
-    margin: float = 0.1
-    statistic: Literal["difference", "ratio", "behind", "first"] = "difference"
-    two_sided: bool = False
-
-
-LIKENESS = 0.5
-FASTER = Statement("faster", "FTML learns later tasks from fewer datapoints than early ones", FTML, (), "needed", 0.25)
-RAINBOW = (
-    FASTER,
-    Statement("efficiency", "FTML needs the fewest datapoints", FTML, OTHERS, "needed", 0.25),
-    Statement("final", "FTML has the smallest error after {}", FTML, OTHERS, MANY),
-    Statement("ftl-few", "FTL is better than TOE after {}", FTL, TOE, FEW),
-    Statement("ftl-many", "FTL is better than TOE after {}", FTL, TOE, MANY),
-    Statement("ftl-below", "FTL is worse than FTML after {}", FTML, FTL, FEW),
-    Statement("scratch-few", "from scratch is worse after {} than all that transfer", FTML + FTL + TOE, SCRATCH, FEW),
-    Statement("scratch-many", "from scratch is close to FTML after {}", FTML, SCRATCH, MANY, LIKENESS, two_sided=True),
-)
-CIFAR100 = (
-    Statement("scratch-few", "FTML is better than from scratch after {}", FTML, SCRATCH, FEW),
-    Statement("scratch-more", "FTML is better than from scratch after {}", FTML, SCRATCH, MORE),
-    Statement("last-few", "FTML is better than last-layer FTML after {}", FTML, LAST, FEW),
-    Statement("last-more", "FTML is better than last-layer FTML after {}", FTML, LAST, MORE),
-    Statement("caught-up", "from scratch is level with FTML after {}", FTML, SCRATCH, MANY, LIKENESS, two_sided=True),
-    Statement("capacity", "last-layer FTML falls short on many tasks after {}", FTML, LAST, MANY, 0.25, "behind"),
-)
-POSE = (
-    FASTER,
-    Statement("best-few", "FTML has the smallest error after {}", FTML, OTHERS, FEW),
-    Statement("best-many", "FTML has the smallest error after {}", FTML, OTHERS, MANY),
-    Statement("first-reveal", "FTML solves many tasks at the first reveal", FTML, (), "needed", 0.25, "first"),
-    Statement("toe-few", "TOE is far better than from scratch after {}", TOE, SCRATCH, FEW, LIKENESS),
-    Statement("toe-many", "TOE is far better than from scratch after {}", TOE, SCRATCH, MANY, LIKENESS),
-    Statement("ftl-few", "FTL is about as good as TOE or worse after {}", TOE, FTL, FEW, -LIKENESS),
-    Statement("ftl-many", "FTL is about as good as TOE or worse after {}", TOE, FTL, MANY, -LIKENESS),
-)
-SINUSOID = (
-    Statement("toe", "FTML's error after {} is at most a third of TOE's", FTML, TOE, FEW, 3, "ratio"),
-    Statement("ftl", "FTML's error after {} is at most a third of FTL's", FTML, FTL, FEW, 3, "ratio"),
-    Statement("faster", "FTML's error after {} is at most half of its own on early tasks", FTML, (), FEW, 2, "ratio"),
-)
-STATEMENTS = {
-    "rainbow-digits": RAINBOW,
-    "rainbow-mnist": RAINBOW,
-    "cifar100": CIFAR100,
-    "pose": POSE,
-    "sinusoid": SINUSOID,
-}
 
 
 def check_claims(folder: str | Path) -> list[Claim]:
@@ -154,11 +89,18 @@ def check_claims(folder: str | Path) -> list[Claim]:
     styles = styles_of(dict.fromkeys([*METHODS, *config["methods"]]), config["styles"])
     tested = []
     if preset is not None and statements:
-        run = _preset_run(where(records, protocol="online"), preset, PRESETS[name]("standard"), config["seeds"], styles)
+        run = _preset_run(where(records, protocol="online"), preset, PRESETS[name]("standard"), config, styles)
         tested = [_judge(statement, run) for statement in statements]
     for claim in own:
         tested.append(_judge(*_own_claim(claim, of_one_protocol(records), config, styles)))
     return tested
+
+
+def counted(claims: Sequence[Claim]) -> str:
+    """The number of claims with each verdict, as text."""
+    count = Counter(claim.verdict for claim in claims)
+    below = f"{count['below margin']} below their margin"
+    return f"{count['agrees']} agree, {count['disagrees']} disagree, {below}, {count['undecided']} undecided"
 
 
 @dataclass(frozen=True)
@@ -173,6 +115,8 @@ class _Run:
         panels: the sizes that statements refer to.
         allowed: the unit of margins of errors.
         counted: the unit of margins of datapoints.
+        gamma: the threshold of proficiency.
+        unmeasured: the numbers of adaptation steps that the experiment measures and the run did not.
     """
 
     records: Sequence[Mapping[str, Any]]
@@ -184,6 +128,8 @@ class _Run:
     panels: Sequence[int]
     allowed: float
     counted: float
+    gamma: float | None
+    unmeasured: Sequence[int] = ()
 
     def phrase(self, method: str) -> str:
         """The label of a method in a sentence."""
@@ -191,32 +137,66 @@ class _Run:
 
     def values(self, method: str, value: int | str) -> dict[str, Values]:
         """The value of each task played, by measured number of adaptation steps ("" for the default)."""
+        if value == "needed":
+            return self._needed(where(self.records, method=method))
+        assert isinstance(value, int)
         by_steps: dict[str, Values] = {}
-        size = self.panels[value] if isinstance(value, int) else self.all_data
-        suffixes = ["", *(step_suffixes(self.records) if value != "needed" else ())]
-        for r in where(self.records, method=method, datapoints=size):
-            for suffix in suffixes:
-                number = record_error(r, suffix)
-                if value == "needed":
-                    number = math.inf if r["needed"] is None else r["needed"]
-                by_steps.setdefault(suffix[1:], {})[r["seed"], r["round"]] = number
+        for r in where(self.records, method=method, datapoints=self.panels[value]):
+            for suffix in ["", *step_suffixes(self.records)]:
+                if (number := record_error(r, suffix)) is not None:
+                    by_steps.setdefault(suffix[1:], {})[r["seed"], r["round"]] = number
         return by_steps
+
+    def _needed(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Values]:
+        """The datapoints to proficiency of the tasks that were played to the end; infinite if not reached."""
+        done = where(records, datapoints=self.all_data)
+        if not done:
+            return {}
+        needed = {(r["seed"], r["round"]): math.inf if r["needed"] is None else r["needed"] for r in done}
+        by_steps: dict[str, Values] = {"": needed}
+        for suffix in step_suffixes(self.records) if self.gamma is not None else ():
+            counts = dict.fromkeys(needed, math.inf)
+            for r in records:
+                key, error = (r["seed"], r["round"]), record_error(r, suffix)
+                if key in counts and error is not None and self._meets(r, error):
+                    counts[key] = min(counts[key], r["datapoints"])
+            by_steps[suffix[1:]] = counts
+        return by_steps
+
+    def _meets(self, record: Mapping[str, Any], error: float) -> bool:
+        assert self.gamma is not None
+        # As `play` compares: 1 - (1 - accuracy) may differ from the accuracy in the last bit.
+        return error <= self.gamma if record["accuracy"] is None else round(1 - error, 12) >= self.gamma
+
+    def measures(self, datapoints: int) -> bool:
+        """Whether there are records of this size."""
+        return any(r["datapoints"] == datapoints for r in self.records)
 
 
 def _preset_run(
     records: Sequence[Mapping[str, Any]],
     preset: Experiment,
     standard: Experiment,
-    seeds: int,
+    config: Config,
     styles: Mapping[str, Style],
 ) -> _Run:
     """Sizes and margins are those of the standard schedule: a quick run may lack the sizes of the paper."""
     # The error that the threshold of proficiency allows; without a threshold 0.1, as on Rainbow MNIST.
     gamma = 0.9 if standard.gamma is None else standard.gamma
     allowed = 1 - gamma if standard.error_name == "error" else gamma
-    tasks, panels = preset.tasks or 0, standard.sizes()
+    steps = {config["settings"]["steps"][0], *(int(suffix[1:]) for suffix in step_suffixes(records))}
     return _Run(
-        records, styles, tasks, seeds, preset.reveal, preset.sizes()[-1], panels, allowed, float(standard.reveal)
+        records,
+        styles,
+        preset.tasks or 0,
+        config["seeds"],
+        preset.reveal,
+        preset.measured()[-1],
+        standard.sizes(),
+        allowed,
+        float(standard.reveal),
+        config["settings"]["gamma"],
+        sorted({*standard.steps} - steps),
     )
 
 
@@ -225,10 +205,11 @@ def _own_claim(
 ) -> tuple[Statement, _Run]:
     """A claim of the user's own as a statement; its margin is in units of the error or of datapoints."""
     settings = config["settings"]
-    all_data = settings["reveal"] * settings["reveals"]
+    all_data = min(settings["reveal"] * settings["reveals"], max((r["datapoints"] for r in records), default=0))
     panels = [all_data if claim.at == "needed" else claim.at]
     tasks = settings.get("tasks", config["tasks"])
-    run = _Run(records, styles, tasks, config["seeds"], settings["reveal"], all_data, panels, 1.0, 1.0)
+    gamma = settings["gamma"]
+    run = _Run(records, styles, tasks, config["seeds"], settings["reveal"], all_data, panels, 1.0, 1.0, gamma)
     one, other = run.phrase(claim.better), run.phrase(claim.worse)
     needed = claim.at == "needed"
     text = f"{one} needs fewer datapoints than {other}" if needed else f"{one} is better than {other} after {{}}"
@@ -252,16 +233,26 @@ def _judge(statement: Statement, run: _Run) -> Claim:
     missing = [names[method] for method, by_steps in values.items() if not by_steps]
     if missing:
         return replace(blank, text=f"{text}: no records of {', '.join(missing)}{after and f' after {after}'}")
+    if statement.at is not None and not run.measures(statement.at):
+        return replace(blank, text=f"{text}: {statement.at} datapoints were not measured")
     pairs = []
     for better in statement.better:
         default = values[better][""]
         if not statement.worse:
-            pairs.append(_judge_pair(statement, run, blank, ("late", "early"), default, default))
+            prefix = f"{names[better]} " if len(statement.better) > 1 else ""
+            pairs.append(_judge_pair(statement, run, blank, (f"{prefix}late", "early"), default, default))
         for worse in statement.worse:
+            others = run.unmeasured if worse not in _UNADAPTED else ()
+            note = f" ({_listed(others)} steps not measured)" if others else ""
             for steps, rival in values[worse].items():
-                pair = names[better], names[worse] + (steps and f" with {steps} step{'' if steps == '1' else 's'}")
-                pairs.append(_judge_pair(statement, run, blank, pair, default, rival))
+                other = names[worse] + (steps and f" with {steps} step{'' if steps == '1' else 's'}") + note
+                pairs.append(_judge_pair(statement, run, blank, (names[better], other), default, rival))
     return min(pairs, key=lambda pair: (get_args(Verdict).index(pair[0].verdict), pair[1]))[0]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _judge_pair(
@@ -274,7 +265,7 @@ def _judge_pair(
     if not rounds:
         return replace(blank, text=f"{blank.text}: no task was played by all methods yet"), 0.0
     a, b = (np.array([[side[seed, t] for t in rounds] for seed in seeds]) for side in (better, worse))
-    if statement.statistic in ("difference", "ratio"):
+    if statement.statistic in ("difference", "ratio") and (statement.tasks == "last" or not statement.worse):
         third = -(-len(rounds) // 3)  # rounded up, as in tables and figures
         a, b = a[:, -third:], b[:, -third:] if statement.worse else a[:, :third]
     effects, numbers, solved = _effects(statement, run, names, a, b)
@@ -292,12 +283,25 @@ def _judge_pair(
     low, high = to_unit(mean - half), to_unit(mean + half)
     claim = replace(claim, uncertainty=(low, high))
     inside = min(low - least, most - high)
-    verdict = "agrees" if inside > 0 else "disagrees" if high < least or low > most else "undecided"
+    verdict = _verdict(statement, claim, low, high)
     if len(rounds) < run.tasks or len(seeds) < run.seeds:
         return replace(claim, text=f"{text}; not finished"), inside
-    if claim.unit == "datapoints" and verdict != "undecided" and solved[verdict == "disagrees"] < 0.5:
+    if claim.unit == "datapoints" and verdict != "undecided" and solved[verdict != "agrees"] < 0.5:
         return replace(claim, text=f"{text}; too few solved to tell"), inside
     return replace(claim, verdict=verdict), inside
+
+
+def _verdict(statement: Statement, claim: Claim, low: float, high: float) -> Verdict:
+    """The verdict of an interval."""
+    margin = claim.margin
+    if claim.two_sided:
+        beyond = high < -margin or low > margin
+        return "agrees" if -margin < low and high < margin else "disagrees" if beyond else "undecided"
+    if low > margin:
+        return "agrees"
+    # Without an effect, a difference is 0 and a ratio 1; a fraction of tasks is itself the claim.
+    none = {"difference": 0.0, "ratio": 1.0}.get(statement.statistic, margin)
+    return "disagrees" if high < min(none, margin) else "below margin" if high < margin else "undecided"
 
 
 def _effects(
@@ -306,7 +310,7 @@ def _effects(
     """The effect of each seed from values (seeds, tasks), the means as text, and the fractions of tasks solved."""
     solved = float(np.isfinite(a).mean()), float(np.isfinite(b).mean())
     if statement.statistic == "first":
-        return (a <= run.reveal).mean(1), f"{solved[0]:.0%} in the end", solved
+        return (a <= (statement.at or run.reveal)).mean(1), f"{solved[0]:.0%} in the end", solved
     shares = ["", ""]
     if statement.value == "needed":
         # A task that was never solved counts with all its data.
@@ -315,7 +319,7 @@ def _effects(
     numbers = f"{names[0]} {a.mean():.3g}{shares[0]}, {names[1]} {b.mean():.3g}{shares[1]}"
     with np.errstate(all="ignore"):
         if statement.statistic == "behind":
-            effects = np.where(np.isfinite(a + b), b - a > LIKENESS * run.allowed, math.nan).mean(1)
+            effects = np.where(np.isfinite(a + b), b - a > statement.behind * run.allowed, math.nan).mean(1)
         elif statement.statistic == "ratio":
             effects = np.log(b.mean(1)) - np.log(a.mean(1))
         else:
