@@ -2,7 +2,8 @@
 
 Run it with `python examples/compare.py [FOLDER]`. The figures go to FOLDER, by default `runs/compare`. A method is a
 function that makes a learner: a learner of the library with other settings, such as the one that stores only the newest
-tasks, or your own learner (docs/howto/learner.md).
+tasks, or your own learner (docs/howto/learner.md). Mixed effects and joint training with an offset per task show
+whether meta-learning pays: they adapt in closed form, and no network per task.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import metaleader as ml
+from metaleader.methods import known_method
 from metaleader.report.figures import draw_figures
 
 GAMMA = 2.0  # a task counts as learned at this error or less
@@ -23,6 +25,8 @@ METHODS: dict[str, Any] = {
     "ftml, newest 3": lambda *args, **options: ml.FTML(*args, **SETTINGS, **INNER, support=5, max_tasks=3, **options),
     "toe": lambda *args, **options: ml.TOE(*args, **SETTINGS, **options),
     "ftl": lambda *args, **options: ml.FTL(*args, **SETTINGS, **INNER, **options),
+    "mixed": known_method("mixed", {"meta_steps": 5, "tasks_per_step": 10, "query": 5, "support": 5}),
+    "joint-offset": known_method("joint-offset", {**SETTINGS, "support": 5}),
     "scratch": lambda *args, **options: ml.Scratch(*args, **SETTINGS, **options),
 }
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from metaleader.learners import FTL, FTML, TOE, Learner, Scratch
-from metaleader.losses import Loss
+from metaleader.learners import FTL, FTML, TOE, BayesianHead, Learner, Scratch
+from metaleader.learners.options import Model
+from metaleader.losses import Loss, squared_error, unsmoothed
 from metaleader.system.builders import given_arguments, parameters_of, settable, takes_any, unknown
 
 # Called with the model, the loss and the options of the learner.
@@ -151,6 +152,40 @@ def _long(kind: type[Learner]) -> Factory:
     return make
 
 
+def _mixed(model: Model, loss: Loss, **options: Any) -> FTML:
+    """FTML with a model that is linear in the inputs, with the numbers of inputs and outputs of the network."""
+    _check_regression("mixed", loss)
+    return FTML(functools.partial(_linear_model, model), loss, **options)
+
+
+def _joint_offset(model: Model, loss: Loss, **options: Any) -> FTML:
+    """FTML that adapts one offset per output."""
+    _check_regression("joint-offset", loss)
+    return FTML(model, loss, **options)
+
+
+def _check_regression(name: str, loss: Loss) -> None:
+    if unsmoothed(loss) is not squared_error:
+        raise ValueError(
+            f"{name} is for metaleader.losses.squared_error, under which random effects have a closed form; with"
+            " cross_entropy, compare with toe and scratch, or with ftml and adaptation=metaleader.BayesianHead()"
+        )
+
+
+def _linear_model(model: Model) -> nn.Module:
+    module = model if isinstance(model, nn.Module) else model()
+    layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
+    first, last = layers[0], layers[-1]
+    if not isinstance(first, nn.Linear) or not isinstance(last, nn.Linear):
+        raise ValueError(
+            "mixed is linear in the inputs, whose number it takes from the first layer of the network; this one begins"
+            f" with {type(first).__name__} and ends with {type(last).__name__}: set the option"
+            " model=lambda: torch.nn.Linear(inputs, outputs), or leave mixed out for inputs that are not rows of"
+            " features"
+        )
+    return nn.Linear(first.in_features, last.out_features, dtype=last.weight.dtype)
+
+
 # A meta-update with five inner steps takes six gradients and five Hessian-vector products of two gradients each: a
 # method without an inner loop makes 16 updates with the same compute.
 _MATCHED = {"factor": 16}
@@ -176,6 +211,15 @@ METHODS: dict[str, KnownMethod] = {
     "ftml-plus": KnownMethod(Style("FTML plus", "#E7298A", "*", (4, 1)), FTML, {"learn_lr": True, "every_step": True}),
     "ftml-bounded": KnownMethod(
         Style("FTML, 16 tasks kept", "#1B7837", "p", (6, 1.5, 1, 1.5)), FTML, {"max_tasks": 16}
+    ),
+    # Baselines of regression in closed form: shrinkage without a network, and without adapting the network
+    "mixed": KnownMethod(
+        Style("mixed effects", "#525252", "P", (4, 2)), _mixed, {"adaptation": BayesianHead(rank=0), "meta_lr": 3e-2}
+    ),
+    "joint-offset": KnownMethod(
+        Style("TOE, offset per task", "#B15928", "X", (8, 1.5, 4, 1.5)),
+        _joint_offset,
+        {"adaptation": BayesianHead(scale=0.3, rank=0, only="bias")},
     ),
 }
 PAPER = ("ftml", "ftml-last", "ftl", "toe", "scratch")

@@ -62,6 +62,10 @@ experiment = ml.Experiment(
         "ftml": {**outer, **inner, "support": 5},
         "ftl": {**outer, **inner},
         "toe": outer,
+        # ... baselines in closed form: a linear model per sensor, shrunk to the mean of all sensors; one network for
+        # all sensors, and a shrunk offset for each. If one of these is best, no network has to be adapted. ...
+        "mixed": {"tasks_per_step": 8, "query": 5, "support": 5},
+        "joint-offset": {**outer, "support": 5},
         # ... and methods of your own: a class, a function or an object, with a label and a colour if you like.
         "nearest": ml.Method(Nearest, label="nearest reading", colour="#D55E00"),
     },

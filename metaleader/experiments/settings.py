@@ -10,6 +10,7 @@ from typing import Any
 
 from metaleader.experiments.experiment import ALL, GROUPS, Experiment
 from metaleader.learners import Learner
+from metaleader.learners.ftml import STEP_OPTIONS
 from metaleader.methods import Method
 from metaleader.system.builders import (
     arguments_of,
@@ -120,6 +121,8 @@ def method_settings(experiment: Experiment, name: str) -> dict[str, Any]:
         values |= {option.name: option.default for option in fields(kind.Options)}
     values = {"meta_steps": experiment.meta_steps} | values if "meta_steps" in values else values
     values = {n: v for n, v in (values | method.options).items() if n not in (*_RUN, *_FUNCTIONS)}
+    if values.get("adaptation") is not None:
+        values = {n: v for n, v in values.items() if n not in STEP_OPTIONS}
     for option, value in list(values.items()):
         if is_dataclass(value) and not isinstance(value, type):
             values |= {f"{option}.{field.name}": getattr(value, field.name) for field in fields(value) if field.init}

@@ -8,7 +8,7 @@ and L = [diag(s), U], the posterior mean is
 
 and the predictive variance at features phi* is sigma^2 + |a|^2 - a' Z' (I + Z Z')^-1 Z a with a = L' phi*. If n exceeds
 the number of columns of L, the equal form with Z' Z is solved instead. Without hidden layers this is mixed-effects
-regression; a network with constant features gives a shrunk offset per task.
+regression. With `only="bias"` K is zero but for the bias: one network for all tasks and a shrunk offset per task.
 
 For regression, updates maximise the evidence of a task's datapoints, which is the sum of the log-likelihoods of
 predicting each datapoint from those before it. With `dof`, the variances of the noise and of the prior are those of the
@@ -54,6 +54,7 @@ class BayesianHead(Adaptation):
         noise: the initial standard deviation of the noise, for classification the initial concentration of the
             Dirichlet distribution; None is 0.5 and 0.01.
         rank: the number of columns of U.
+        only: which weights differ between tasks: None for all of the layer, or "bias", for regression.
         dof: the degrees of freedom of the factor of each task, above 2, for regression; None is infinitely many, one
             noise for all tasks.
     """
@@ -64,6 +65,7 @@ class BayesianHead(Adaptation):
     noise: float | None = None
     rank: int = 2
     dof: float | None = None
+    only: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("scale", "noise"):
@@ -74,10 +76,12 @@ class BayesianHead(Adaptation):
             raise ValueError(f"rank must be an integer of at least 0, got {self.rank!r}")
         if self.dof is not None and not 2 < self.dof < math.inf:
             raise ValueError(f"dof must be a number above 2, or None; got {self.dof}")
+        if self.only not in (None, "bias"):
+            raise ValueError(f'only must be "bias", or None for all weights of the last layer; got {self.only!r}')
 
     def check(self, network: Network) -> None:
         """Reject a network whose last layer is not linear, and losses without a likelihood."""
-        network.last_linear()
+        _, layer = network.last_linear()
         if not takes_labels(network.loss) and unsmoothed(network.loss) is not squared_error:
             raise ValueError(
                 "BayesianHead needs the loss metaleader.losses.squared_error or cross_entropy, whose likelihood it"
@@ -85,6 +89,13 @@ class BayesianHead(Adaptation):
             )
         if self.dof is not None and takes_labels(network.loss):
             raise ValueError(f"dof={self.dof} is for regression; with cross_entropy, leave dof=None")
+        if self.only == "bias" and takes_labels(network.loss):
+            raise ValueError(
+                'only="bias" is for regression: the offset of a logit has no closed form. With cross_entropy, leave'
+                " only=None"
+            )
+        if self.only == "bias" and layer.bias is None:
+            raise ValueError('only="bias" needs a last linear layer with a bias')
         if network.num_classes is not None:
             raise ValueError("BayesianHead does not support TaskLogits; use a head with one output per label of a task")
 
@@ -102,6 +113,7 @@ class BayesianHead(Adaptation):
         """The parameters of the prior and of the noise."""
         _, layer = network.last_linear()
         size, outputs = layer.in_features + int(layer.bias is not None), layer.out_features
+        size = size if self.only is None else 1
         like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
         labels = takes_labels(network.loss)
         scale = (self.scale or (5.0 if labels else 1.0)) / math.sqrt(size)
@@ -175,12 +187,13 @@ class BayesianHead(Adaptation):
         return torch.cat([phi, torch.ones_like(phi[..., :1])], -1) if has_bias else phi
 
     def _prior(self, network: Network, params: Params) -> tuple[Tensor, Tensor]:
-        """The prior mean, (D, outputs), and L, (D, D + rank)."""
+        """The prior mean, (D, outputs), and L, (D, columns), whose rows are zero for weights that tasks share."""
         name, layer = network.last_linear()
         rows = [params[f"{name}weight"].mT]
         if layer.bias is not None:
             rows.append(params[f"{name}bias"][None])
-        return torch.cat(rows), torch.cat([torch.diag(params[_SCALE].exp()), params[_FACTOR]], -1)
+        mean, factor = torch.cat(rows), torch.cat([torch.diag(params[_SCALE].exp()), params[_FACTOR]], -1)
+        return mean, torch.nn.functional.pad(factor, (0, 0, len(mean) - len(factor), 0))
 
     def _noise_variance(self, params: Params) -> Tensor:
         """The variance of the noise of each output, for regression."""

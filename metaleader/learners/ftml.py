@@ -50,7 +50,7 @@ class FTMLOptions(Options):
         if not isinstance(self.adaptation, Adaptation):
             raise ValueError(f"adaptation must be an object such as metaleader.BayesianHead(), got {self.adaptation!r}")
         defaults = {field.name: field.default for field in fields(self)}
-        given = [name for name in _STEP_OPTIONS if getattr(self, name) != defaults[name]]
+        given = [name for name in STEP_OPTIONS if getattr(self, name) != defaults[name]]
         if given:
             raise ValueError(
                 f"{', '.join(given)} concern gradient steps and have no effect with adaptation=; omit them"
@@ -63,7 +63,7 @@ class FTMLOptions(Options):
 
 
 # The options of gradient steps
-_STEP_OPTIONS = ("inner_lr", "inner_steps", "only", "first_order", "every_step", "learn_lr")
+STEP_OPTIONS = ("inner_lr", "inner_steps", "only", "first_order", "every_step", "learn_lr")
 
 
 class FTML(Learner):

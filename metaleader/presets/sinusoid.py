@@ -21,7 +21,7 @@ def experiment(schedule: str = "standard") -> ml.Experiment:
             "toe": {},
             "scratch": {"meta_lr": 1e-2},
         },
-        extras=additions(tasks * reveals * meta_steps, inner_lr=0.01),
+        extras=additions(tasks * reveals * meta_steps, inner_lr=0.01) | {"mixed": {}, "joint-offset": {}},
         tasks=tasks,
         reveal=10,
         reveals=reveals,

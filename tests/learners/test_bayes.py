@@ -144,6 +144,40 @@ def test_a_constant_feature_gives_the_shrunk_offsets_of_random_effects():
         torch.testing.assert_close(prediction, mean + shrinkage * (means[g, 0] - mean), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_offset_alone_is_the_shrunk_mean_of_the_residuals(rank):
+    """The posterior, the variance and the evidence of a random intercept, written out."""
+    adaptation = ml.BayesianHead(rank=rank, only="bias")
+    learner = head(outputs=2, adaptation=adaptation)
+    (x, y), (new, _) = batch(7, outputs=2), batch(4, seed=1)
+    learner.observe(x, y, task="a", update=False)
+    params = learner.layout.named(learner.state.flat)
+    assert params["prior log scale"].shape == (1,)
+    between = torch.exp(2 * params["prior log scale"]) + params["prior factor"].square().sum()
+    noise, net = torch.exp(2 * params["log noise"]) + 1e-6, learner.adapt(0)
+    offsets = (y - net(x)).sum(0) * between / (noise + 7 * between)
+    prediction, variance = learner.predict(new, task="a", variance=True)
+    torch.testing.assert_close(prediction, net(new) + offsets)
+    torch.testing.assert_close(variance, (noise + noise * between / (noise + 7 * between)).expand(4, 2))
+    expected = 0.0
+    for c in range(2):
+        covariance = between + noise[c] * torch.eye(7, dtype=torch.float64)
+        gaussian = torch.distributions.MultivariateNormal(net(x)[:, c], covariance)
+        expected -= float(gaussian.log_prob(y[:, c]).detach()) / 7 / 2
+    loss, gradients = learner.definition.objective.one_task(params, ml.Batch(x[:4], y[:4]), ml.Batch(x[4:], y[4:]))
+    assert math.isclose(float(loss), expected, rel_tol=1e-9)
+    assert gradients.keys() == params.keys()
+
+
+def test_an_offset_alone_is_refused_without_a_bias_and_for_classes():
+    with pytest.raises(ValueError, match='only must be "bias", or None'):
+        ml.BayesianHead(only="last")
+    with pytest.raises(ValueError, match="needs a last linear layer with a bias"):
+        head(net=lambda: nn.Linear(3, 1, bias=False), adaptation=ml.BayesianHead(only="bias"))
+    with pytest.raises(ValueError, match="is for regression: the offset of a logit has no closed form"):
+        head(outputs=2, loss=ml.losses.cross_entropy, adaptation=ml.BayesianHead(only="bias"))
+
+
 def mixed_effects(phi, y, steps=500):
     """Random intercepts and slopes by expectation maximisation: mean, covariance and noise variance."""
     size, groups = phi.shape[-1], len(phi)
