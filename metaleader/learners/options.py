@@ -155,7 +155,7 @@ class Configured:
 
 
 # Attributes that are read when a learner is built, so that a later change would have half an effect
-_FIXED = frozenset({"options", "model", "loss", "device", "network", "definition", "rule", "sharding"})
+_FIXED = frozenset({"options", "model", "loss", "device", "data_folder", "network", "definition", "rule", "sharding"})
 # Methods that are read when a learner is built
 _METHODS = ("define", "task_gradient", "loss_fn")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from metaleader.learners.update import FailedUpdate
 from metaleader.live.calls import Call, Observe, Predict, Readmit, Update, fingerprint
 from metaleader.live.errors import ConflictError
 from metaleader.live.update import PreparedUpdate
+from metaleader.memory.rows import Rows
 from metaleader.tasks import Batch, rows
 
 _KEY, _FINGERPRINT = 16, 8
@@ -205,15 +206,12 @@ class Ledger:
             state["keys"] = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else None
         return state | {"learner": self.learner.state_dict(data=False)}
 
-    def load_state_dict(self, state: dict[str, Any], data: Sequence[Observe] | None = None) -> None:
+    def load_state_dict(self, state: dict[str, Any], data: Rows | None = None) -> None:
         """Continue from a state; `data` is what its memory held, task by task, or None if it is stored already."""
         learner_state = state["learner"]
         if data is not None:
-            x, y = (
-                [tree_map(lambda *leaves: torch.cat(leaves), *parts)] if parts else []
-                for parts in ([call.x for call in data], [call.y for call in data])
-            )
-            stored = {"x": x[0], "y": y[0]} if x else None
+            held = data.take(slice(0, data.length)) if data.length else None
+            stored = None if held is None else {"x": held.x, "y": held.y}
             learner_state = {**learner_state, "buffer": {**learner_state["buffer"], "data": stored}}
         self.learner.load_state_dict(learner_state)
         self.due, self.behind, self.exclusive = state["due"], state["behind"], state["exclusive"]
@@ -226,6 +224,10 @@ class Ledger:
             joined, width = state["keys"].numpy().tobytes(), _KEY + _FINGERPRINT
             pairs = (joined[i : i + width] for i in range(0, len(joined), width))
             self.keys = OrderedDict((pair[:_KEY], pair[_KEY:]) for pair in pairs)
+
+    def no_rows(self) -> Rows:
+        """An empty storage like that of the learner, in memory or on the disk."""
+        return self.learner.memory.store.own.copy_of(slice(0, 0))
 
     def data(self) -> list[Observe]:
         """All data in memory, task by task in the order of the state, as calls."""

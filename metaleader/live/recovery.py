@@ -18,6 +18,7 @@ from metaleader.live.calls import Call, Codec, Observe, Predict, Settings, State
 from metaleader.live.journal import REMEDY, Journal
 from metaleader.live.ledger import Ledger
 from metaleader.live.settings import check_settings, settings_of
+from metaleader.tasks import Batch
 
 _log = logging.getLogger("metaleader")
 
@@ -130,12 +131,12 @@ def _replay(folder: Path, journal: Journal, ledger: Ledger, codec: Codec, repair
 
 def restore_first(folder: Path, journal: Journal, calls: Iterator[tuple[int, Call]], ledger: Ledger) -> int:
     """Restore the state that a journal begins with; returns the number of its record."""
-    data: list[Observe] = []
+    data = ledger.no_rows()
     for number, call in calls:
         if isinstance(call, Settings):
             check_settings(folder, call.values, settings_of(ledger.learner))
         elif isinstance(call, Observe):
-            data.append(call)
+            data.append(Batch(call.x, call.y))
         elif isinstance(call, State):
             ledger.load_state_dict(checkpoints.decode(call.tree, f"record {number} of {journal.path}"), data)
             ledger.number = number

@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,6 +82,9 @@ class OnDisk:
         device: the device that the rows are moved to when they are taken.
         folder: a folder on the disk.
 
+    Attributes:
+        file: the descriptor of the file.
+
     Raises:
         OSError: if the folder cannot be written.
     """
@@ -89,7 +93,9 @@ class OnDisk:
         self._device, self._folder = device, folder
         self._bytes = like.shape[1:].numel() * like.element_size()
         try:
-            self._file = tempfile.TemporaryFile(dir=folder, prefix=".metaleader-", buffering=0)  # noqa: SIM115
+            self.file, name = tempfile.mkstemp(dir=folder, prefix=".metaleader-")
+            weakref.finalize(self, os.close, self.file)
+            os.unlink(name)
         except OSError as error:
             raise _explained(error, folder) from error
         self.values = torch.empty((0, *like.shape[1:]), dtype=like.dtype)
@@ -98,8 +104,8 @@ class OnDisk:
         """Make room for some rows on the disk; the rows of before stay."""
         size = max(1, capacity * self._bytes)
         try:
-            os.posix_fallocate(self._file.fileno(), 0, size)
-            mapped = mmap.mmap(self._file.fileno(), size)
+            os.posix_fallocate(self.file, 0, size)
+            mapped = mmap.mmap(self.file, size)
         except OSError as error:
             raise _explained(error, self._folder, size) from error
         if hasattr(mapped, "madvise"):
@@ -125,7 +131,7 @@ class OnDisk:
         place = row * self._bytes
         try:
             while content:
-                written = os.pwrite(self._file.fileno(), content[:_CHUNK], place)
+                written = os.pwrite(self.file, content[:_CHUNK], place)
                 place, content = place + written, content[written:]
         except OSError as error:
             raise _explained(error, self._folder) from error

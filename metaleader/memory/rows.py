@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.memory.columns import Column, InMemory, OnDisk
 from metaleader.memory.fields import integer, mapping
-from metaleader.tasks import Batch, check_alike, check_batch, num_rows, shapes, tensors_of
+from metaleader.tasks import Batch, check_alike, check_batch, num_rows, rows, shapes, tensors_of
 
 # nu^t: the weights of tasks 0 .. t-1, given t
 Weights = Callable[[int], np.ndarray]
@@ -30,7 +30,7 @@ Which = Literal["all", "past", "current"]
 # Row numbers; those of a draw have a step and a task dimension
 Index = slice | np.ndarray | Tensor
 # Bytes copied, and rows overwritten, at once
-_COPIED, _SCRUBBED = 2**24, 2**16
+_COPIED, _SCRUBBED = 2**22, 2**16
 
 
 def recency(half_life: float) -> Weights:
@@ -159,6 +159,13 @@ class Rows:
         self.length, self._num_released = length, self._num_released - reused
         return added
 
+    def _append_slowly(self, batch: Batch) -> None:
+        """Check and add rows that may not fit into memory, a few at a time."""
+        step = max(1, _COPIED // max(1, bytes_of(batch)))
+        for start in range(0, num_rows(batch), step):
+            some = rows(batch, slice(start, start + step))
+            self.append(check_batch(some, "the data of the state"))
+
     def _column(self, leaf: Tensor) -> Column:
         return InMemory(leaf, self.device) if self.folder is None else OnDisk(leaf, self.device, self.folder)
 
@@ -225,14 +232,16 @@ class Rows:
         integer(state, "length")
         if "data" in state:
             data = None if state["data"] is None else mapping(state, "data")
-            batch = None if data is None else check_batch(Batch(data["x"], data["y"]), "the data of the state")
-            if (0 if batch is None else num_rows(batch)) != state["length"]:
+            batch = None if data is None else Batch(data["x"], data["y"])
+            stored = Rows(self.device, self.folder)
+            if batch is not None and self.folder is None:
+                stored.append(check_batch(batch, "the data of the state"))
+            elif batch is not None and num_rows(batch) > 0:
+                stored._append_slowly(batch)
+            if stored.length != state["length"]:
                 raise ValueError(
                     f"the state has no data of {state['length']} datapoints; its shapes are {shapes(batch)}"
                 )
-            stored = Rows(self.device, self.folder)
-            if batch is not None:
-                stored.append(batch)
             vars(self).update(vars(stored))
         elif state["length"] != self.length:
             raise ValueError(

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from metaleader.system.files import write_atomic
+from metaleader.system.files import Content, write_atomic
 
 # The version of the way in which a tree becomes a file. In the first, the digest covered the values only, was optional,
 # and all lists were in the header.
@@ -55,30 +55,40 @@ def tree_to_bytes(tree: dict[str, Any], kind: str, version: int) -> bytes:
     return b"".join(_encoded(text, tensors, kind, version))
 
 
-def _encoded(text: str, tensors: dict[str, Tensor], kind: str, version: int) -> tuple[bytes, memoryview]:
-    """The content of a file, in two pieces."""
-    metadata = {"format": kind, "version": str(version), "layout": _LAYOUT, "tree": text, "sha256": _NO_DIGEST.decode()}
-    try:
-        content = save(tensors, metadata=metadata)
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
-    length = int.from_bytes(content[:8], "little")
-    # safetensors writes the metadata in any order.
-    header = json.loads(content[8 : 8 + length])
-    places = sorted(header.items(), key=lambda item: item[1].get("data_offsets", [-1]))
-    header = {name: dict(sorted(place.items())) for name, place in places}
+def _encoded(text: str, tensors: dict[str, Tensor], kind: str, version: int) -> list[Content]:
+    """The content of a file, in pieces: those of tensors are views of them."""
+    metadata = {"format": kind, "layout": _LAYOUT, "sha256": _NO_DIGEST.decode(), "tree": text, "version": str(version)}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    pieces, end = [], 0
+    for name, dtype in _in_order(tensors):
+        data = tensors[name].reshape(-1).view(torch.uint8).numpy().data
+        pieces.append(data)
+        offsets, end = [end, end + len(data)], end + len(data)
+        header[name] = {"data_offsets": offsets, "dtype": dtype, "shape": list(tensors[name].shape)}
     plain = json.dumps(header, separators=(",", ":")).encode()
     plain += b" " * (-len(plain) % 8)
     if len(plain) > _HEADER_LIMIT:
         raise ValueError(
             f"the names and plain values take {len(plain)} bytes, a safetensors file has room for {_HEADER_LIMIT}"
         )
-    data = memoryview(content)[8 + length :]
     start = len(plain).to_bytes(8, "little")
     digest = hashlib.sha256(start + plain)
-    digest.update(data)
+    for data in pieces:
+        digest.update(data)
     plain = plain.replace(_DIGEST_KEY + _NO_DIGEST, _DIGEST_KEY + digest.hexdigest().encode(), 1)
-    return start + plain, data
+    return [start + plain, *pieces]
+
+
+def _in_order(tensors: dict[str, Tensor]) -> list[tuple[str, str]]:
+    """The names of tensors in the order of safetensors, and the names that it gives to their dtypes."""
+    try:
+        content = save({name: torch.zeros((), dtype=tensor.dtype) for name, tensor in tensors.items()})
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+    places = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return sorted(
+        ((name, place["dtype"]) for name, place in places.items()), key=lambda p: places[p[0]]["data_offsets"]
+    )
 
 
 def _check_file(path: Path) -> None:
@@ -192,8 +202,7 @@ def _problem_of_first_layout(metadata: dict[str, str], tensors: dict[str, Tensor
 def _take_tensors(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """Move the tensors of a tree into `tensors`, and return the rest as values that JSON can represent."""
     if isinstance(tree, Tensor):
-        # Copied, because safetensors refuses tensors that share memory or are not contiguous.
-        return {"tensor": _store(tree.detach().cpu().contiguous().clone(), path, tensors)}
+        return {"tensor": _store(tree.detach().cpu().resolve_neg().resolve_conj().contiguous(), path, tensors)}
     if isinstance(tree, list | dict) and len(tree) >= _LONG and _is_plain(tree):
         # The header has a limit of 100 MB.
         text = np.frombuffer(json.dumps(tree).encode(), np.uint8)
