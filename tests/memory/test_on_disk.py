@@ -101,7 +101,7 @@ def test_a_learner_has_the_same_bits(kind: Any, limits: dict[str, Any], tmp_path
     if names and not memory.restarts:
         x = batch(3)[0]
         many = [one.predict_many(dict.fromkeys(names, x)) for one in (memory, loaded)]
-        assert not differences(*many)
+        assert not differences(many[0], many[1])
 
 
 def test_n_way_tasks_have_the_same_bits(tmp_path: Path) -> None:
@@ -109,7 +109,11 @@ def test_n_way_tasks_have_the_same_bits(tmp_path: Path) -> None:
         ml.FTML(
             lambda: nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 2)),
             ml.losses.cross_entropy,
-            **{"meta_steps": 2, "tasks_per_step": 2, "support": 2, "query": 2, "max_datapoints": 4},
+            meta_steps=2,
+            tasks_per_step=2,
+            support=2,
+            query=2,
+            max_datapoints=4,
             data_folder=folder,
         )
         for folder in (None, tmp_path)
@@ -118,7 +122,7 @@ def test_n_way_tasks_have_the_same_bits(tmp_path: Path) -> None:
         for t in range(5):
             one.begin(str(t), classes=[t, (t + 2) % 5])
             one.observe(batch(t, rows=6)[0], torch.arange(6) % 2, ids=[10 * t + i for i in range(6)])
-    assert not differences(*(one.state_dict() for one in learners))
+    assert not differences(learners[0].state_dict(), learners[1].state_dict())
 
 
 def test_a_session_with_data_on_the_disk(tmp_path: Path) -> None:
