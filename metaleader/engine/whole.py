@@ -74,9 +74,19 @@ class WholeProgram:
 
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a recorded graph with Inductor; sums are not chosen by their time, as in `compile_whole`."""
+    """Compile a recorded graph with Inductor; sums are not chosen by their time, as in `compile_whole`.
+
+    With a shape environment, in which all shapes are constants, torch reads and writes its caches of compiled graphs.
+    """
     import torch._inductor
+    from torch._guards import TracingContext
+    from torch._guards import tracing as compiler_context
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     use_project_cache()
-    compiled: Any = torch._inductor.compile(graph, inputs, options={"deterministic": True})
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with compiler_context(TracingContext(mode)):
+        shapes: list[Any] = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+        compiled: Any = torch._inductor.compile(graph, shapes, options={"deterministic": True})
     return compiled
