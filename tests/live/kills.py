@@ -1,8 +1,10 @@
 """Kills a session under load, again and again: `python kills.py FOLDER KILLS MODE`.
 
 The process forks, so that torch is imported once. The child observes from four threads and reports each call that
-returned; the parent kills it with SIGKILL at a random moment and opens a new one on the same folder. At the end the
-folder must hold every call that was reported, none twice, in the state of a learner that made the calls itself.
+returned; the parent kills it with SIGKILL at a random moment and opens a new one on the same folder. In the mode
+"process", it also kills the process of the updates before, at a random moment, in every second child. At the end the
+folder must hold every call that was reported, none twice, in the state of a learner that made the calls itself, and no
+process may be left.
 """
 
 import os
@@ -26,7 +28,7 @@ from metaleader.live.session import Session
 
 def child(folder, mode, number, pipe):
     session = Session(folder, make, updates=mode, share=1.0)
-    os.write(pipe, b"open\n")
+    os.write(pipe, b"open %d\n" % (session.status()["update_process"] or 0))
 
     def work(thread):
         i = 0
@@ -44,8 +46,12 @@ def child(folder, mode, number, pipe):
     time.sleep(600)
 
 
-def killed(folder, mode, number, delay):
-    """The events that a child reported until it was killed."""
+def killed(folder, mode, number, delay, early):
+    """The events that a child reported until it was killed, and the number of its process of updates.
+
+    Args:
+        early: the delay after which that process is killed, or None.
+    """
     reader, writer = os.pipe()
     process = os.fork()
     if process == 0:
@@ -56,11 +62,22 @@ def killed(folder, mode, number, delay):
             os._exit(1)
     os.close(writer)
     with os.fdopen(reader, "rb") as lines:
-        assert lines.readline() == b"open\n"
+        word, updates = lines.readline().split()
+        assert word == b"open"
+        if early is not None:
+            time.sleep(early)
+            os.kill(int(updates), signal.SIGKILL)
         time.sleep(delay)
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        return [int(line) for line in lines.read().splitlines()]
+        return [int(line) for line in lines.read().splitlines()], int(updates)
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def main(folder, kills, mode):
@@ -69,9 +86,17 @@ def main(folder, kills, mode):
     for event in range(3):
         warm.observe(*batch(event), task="a")
     warm.predict(batch(0)[0], "a")
-    draw, reported = random.Random(0), set()
+    draw, reported, processes, early = random.Random(0), set(), set(), 0
     for number in range(kills):
-        reported.update(killed(folder, mode, number, draw.uniform(0.1, 0.8)))
+        first = draw.uniform(0.1, 0.8) if mode == "process" and number % 2 else None
+        events, process = killed(folder, mode, number, draw.uniform(0.1, 0.8), first)
+        reported.update(events)
+        processes.add(process)
+        early += first is not None
+    deadline = time.monotonic() + 10
+    while any(map(is_running, processes - {0})):
+        assert time.monotonic() < deadline, "a process of updates is left"
+        time.sleep(0.1)
     shutil.copytree(folder, f"{folder}-copy")
     for path in Path(f"{folder}-copy").glob("checkpoint-*"):
         path.unlink()
@@ -86,7 +111,10 @@ def main(folder, kills, mode):
             for event in sorted(reported):
                 assert session.observe(*batch(event), task=f"customer {event % 7}", key=f"event {event}") is False
     assert reported, "no call returned before a kill"
-    print(f"{kills} kills: {len(reported)} calls reported, {len(stored)} stored, {states[0]} updates, state equal")
+    print(
+        f"{kills} kills: {len(reported)} calls reported, {len(stored)} stored, {states[0]} updates, state equal;"
+        f" {early} kills of the process of the updates"
+    )
 
 
 if __name__ == "__main__":

@@ -89,6 +89,8 @@ def test_the_page_shows_the_service(width, dark, browser, running, tmp_path):
     assert browser.messages == []
     assert set(browser.requests) <= {running.address, f"{running.address}status"}
     assert browser.run("document.documentElement.scrollWidth") <= width
+    boxes = "[...document.querySelectorAll('.scroll')].filter((box) => box.clientWidth)"
+    assert browser.run(f"{boxes}.map((box) => box.scrollWidth - box.clientWidth)") == [0, 0]
     numbers = browser.run("[...document.querySelectorAll('dl div')].map((box) => box.innerText)")
     assert any(text.startswith("tasks\n4") for text in numbers)
     assert any(text.startswith("behind\n0") for text in numbers)

@@ -115,8 +115,11 @@ function show(state) {
   const numbers = [
     ["tasks", number(state.tasks), state.set_aside.total ? `${number(state.set_aside.total)} set aside` : ""],
     ["datapoints", number(state.datapoints), ""],
-    ["updates made", number(state.step), state.updates_due ? `${number(state.updates_due)} due` : ""],
-    ["behind", number(state.behind), "observations that no update has used"],
+    ["updates made", number(state.step), [
+      state.updates_due && `${number(state.updates_due)} due`, state.update_process && `in process ${state.update_process}`,
+    ].filter(Boolean).join(", ")],
+    ["behind", number(state.behind), "observations that no update has used" +
+      (state.staleness ? `; parameters lack data of ${short(state.staleness)} s` : "")],
     ["on disk", bytes(state.bytes), `${count(state.record, "record")}, checkpoint at ${number(state.checkpoint)}`],
   ];
   if (state.role === "writer") numbers.push(["journal lag", number(state.journal_lag), "calls not written yet"]);
@@ -149,7 +152,7 @@ function show(state) {
   })), "place of the task in the stream", loss, true);
   if (tasks.length > 1) byId("over-tasks-caption").textContent += ` Each point is the mean of ${count(tasks[1][0] - tasks[0][0], "task")}.`;
   rows(byId("recent"), state.recent, (one) => [
-    [one.task], [number(one.datapoints)], [short(one.loss)], [short(one.unadapted)], [ago(state.time - one.time)],
+    [one.task], [number(one.datapoints)], [short(one.loss)], [short(one.unadapted), "wide"], [ago(state.time - one.time)],
   ], "None since the server started.");
   rows(byId("errors"), state.errors, (one) => [
     [one.request], [String(one.status)], [one.message, "words"], [ago(state.time - one.time)],
