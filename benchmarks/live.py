@@ -52,6 +52,21 @@ def report(name: str, times: np.ndarray, seconds: float, each: int = 1) -> None:
     print(f"{name}: {each * len(times) / seconds:.0f} per second, p50 {p50:.1f} ms, p99 {p99:.1f} ms", flush=True)
 
 
+def bytes_per_call(folder: Path) -> None:
+    """Print the bytes on disk of calls of several sizes."""
+    for rows in (ROWS, 16, 64, 1000):
+        place, calls = folder / f"{rows} rows", 500
+        ml.Session(place, build, updates="thread").close()
+        before = (place / "journal.sqlite").stat().st_size
+        with ml.Session(place, build, updates="thread") as session:
+            for i in range(calls):
+                x, y = torch.randn(rows, SHAPE), torch.randn(rows, 1)
+                session.observe(x, y, task=f"customer {i}", key=f"event {i}", update=False)
+        used = ((place / "journal.sqlite").stat().st_size - before) / calls
+        data = rows * (SHAPE + 1) * 4
+        print(f"bytes per call of {data} bytes of data: {used:.0f}, {used / data:.2f} times the data", flush=True)
+
+
 def main() -> None:
     """Measure observations, predictions, recovery and bytes."""
     parser = argparse.ArgumentParser()
@@ -59,14 +74,21 @@ def main() -> None:
     parser.add_argument("--customers", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--updates", choices=["background", "process", "thread"], default="process")
+    parser.add_argument("--bytes", action="store_true", help="only measure the bytes on disk")
+    parser.add_argument("--recovery", action="store_true", help="only measure observations and recovery")
     options = parser.parse_args()
     torch.set_num_threads(1)
     x, y, seconds = torch.randn(ROWS, SHAPE), torch.randn(ROWS, 1), options.seconds
     name = [f"customer {i}" for i in range(options.customers)]
 
-    session = ml.Session(options.folder, build)
-    counter = iter(range(10**9))
-    before, start = session.status()["bytes"], time.perf_counter()
+    if options.bytes:
+        bytes_per_call(options.folder)
+        return
+    with ml.Session(options.folder, build, updates="thread") as session:
+        session.observe(x, y, task=name[0], update=False)  # loads modules
+    before = (options.folder / "journal.sqlite").stat().st_size
+    session = ml.Session(options.folder, build, updates="thread")
+    counter, start = iter(range(10**9)), time.perf_counter()
 
     def load(thread: int) -> None:
         while (i := next(counter)) < options.customers:
@@ -85,12 +107,19 @@ def main() -> None:
     added = (options.folder / "journal.sqlite").stat().st_size - before
     print(f"bytes per call: {added / options.customers:.0f}, of which data {BYTES}", flush=True)
 
-    start = time.perf_counter()
     for checkpoint in options.folder.glob("checkpoint-*"):
         checkpoint.unlink()
+    start, processor = time.perf_counter(), time.process_time()
+    ml.Session(options.folder, build, updates="thread").close()
+    taken, processor = time.perf_counter() - start, time.process_time() - processor
+    print(
+        f"recovery of {options.customers} observations without a checkpoint: {taken:.2f} s"
+        f" ({processor:.2f} s of processor time)",
+        flush=True,
+    )
+    if options.recovery:
+        return
     session = ml.Session(options.folder, build, updates=options.updates)
-    taken = time.perf_counter() - start
-    print(f"recovery of {options.customers} observations without a checkpoint: {taken:.2f} s", flush=True)
 
     def keep_updating(thread: int, i: int) -> None:
         session.observe(x, y, task=name[i % len(name)])

@@ -30,7 +30,7 @@ from metaleader.tasks import Batch, ClassBatch, WeightedBatch
 _KIND, _VERSION = "metaleader-updates", 1
 _BATCHES = {kind.__name__: kind for kind in (Batch, ClassBatch, WeightedBatch)}
 # Calls of the session come first, and this process ends first if memory is short.
-_NICE, _OOM_SCORE = 5, 500
+_NICE, _OOM_SCORE = 10, 500
 _LOOK_SECONDS = 1.0
 is_worker = False
 

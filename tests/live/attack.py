@@ -30,7 +30,7 @@ from torture.tally import Tally
 
 from metaleader.live.session import Session
 
-EVENTS, SECTOR, PAGE = 10, 512, 8192
+EVENTS, SECTOR, PAGE = 10, 512, 16384
 
 
 def made(folder):
