@@ -277,7 +277,7 @@ def _minimise(
         if float(loss) < best_loss:
             best, best_loss = {name: value.clone() for name, value in params.items()}, float(loss)
         for name, value in params.items():
-            value.grad = gradient[name]
+            value.grad = gradient[name].contiguous()  # L-BFGS needs it
         return loss
 
     if not bool(torch.isfinite(evaluate())):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import metaleader as ml
+from metaleader import regret
 from metaleader.regret import (
     Hindsight,
     UnconvergedWarning,
@@ -227,3 +228,13 @@ def test_bad_input(tasks):
         call(tasks, start={"other": torch.zeros(1)})
     with pytest.raises(ValueError, match="not finite at the start"):
         call(tasks, inner_lr=1e200)
+
+
+def test_lbfgs_takes_gradients_of_one_task(monkeypatch):
+    """Batched over one task, gradients of a layer are transposed in memory, which L-BFGS cannot flatten."""
+    stream = ml.streams.SinusoidStream(tasks=1, train=10, test=10)
+    net = functools.partial(ml.models.mlp, 1, 1, (8, 8))
+    monkeypatch.setattr(regret, "_ADAM_STEPS", 1)
+    found = hindsight(net, ml.losses.squared_error, stream, inner_lr=0.01, tolerance=1e6)
+    assert found.evaluations > 1 + 3 * 2 + 1 + 1  # at the start, three blocks of Adam, L-BFGS, at the end
+    assert np.isfinite(found.losses).all()

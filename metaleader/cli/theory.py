@@ -30,7 +30,7 @@ from metaleader.theory.quadratics import Quadratics
 
 
 def theory(out: Path = Path("runs/theory"), *, rounds: int = 2000, seeds: int = 5, alpha_factor: float = 1.0) -> int:
-    """Check the closed forms of appendix A, Theorem 1 and corollary 2, and draw them.
+    """Check the closed forms of appendix A, Theorem 1, corollaries 1 and 2 and the regret of Eq. 2, and draw them.
 
     Args:
         out: The folder for regret.csv and the figures; created if missing.

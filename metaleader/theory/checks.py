@@ -100,7 +100,7 @@ def quadratic_checks(alpha_factor: float = 1.0, instances: int = 50, minimised: 
 
 
 def theorem_checks(alpha_factor: float = 1.0, instances: int = 100) -> Iterator[Check]:
-    """Check Theorem 1 and the contraction lemma, for quadratics and for logistic regression."""
+    """Check Theorem 1, corollary 1, the contraction and several steps, for quadratics and for logistic regression."""
     pairs = random_pairs(instances, 0)
     quadratic = quadratic_constants(Quadratics.stack([pairs.query, pairs.support]), radius=3.0)
     for name, d, loss_fn, f, support, constants in (
@@ -117,6 +117,16 @@ def theorem_checks(alpha_factor: float = 1.0, instances: int = 100) -> Iterator[
         ratio = float(contraction(loss_fn, points, points.roll(1, 0), support, alpha).max())
         limit = 1 - alpha * constants.mu + 1e-9
         yield at_most("lemma 4", f"{name}: |U(v) - U(w)| / |v - w| is at most 1 - alpha mu", ratio, limit)
+        mean = meta_eigenvalues(loss_fn, points, support, f, alpha, mean=True)
+        claim = f"{name}: MAML's objective, {{}} eigenvalue"
+        yield at_least("corollary 1", claim.format("smallest"), float(mean.min()), constants.meta_mu)
+        yield at_most("corollary 1", claim.format("largest"), float(mean.max()), constants.meta_beta)
+        for steps in (steps for steps in (2, 5) if constants.allows(alpha, steps)):
+            low, high = constants.curvature(alpha, steps)
+            several = meta_eigenvalues(loss_fn, points, support, f, alpha, steps)
+            claim = f"{name}, {steps} steps: {{}} eigenvalue of the meta-Hessian"
+            yield at_least("several steps", claim.format("smallest"), float(several.min()), low * (1 - 1e-9))
+            yield at_most("several steps", claim.format("largest"), float(several.max()), high * (1 + 1e-9))
 
     doubled = pairs.query.adapted(2 * quadratic.alpha)
     least = float(torch.linalg.eigvalsh(doubled.A).min())
@@ -131,7 +141,7 @@ def theorem_checks(alpha_factor: float = 1.0, instances: int = 100) -> Iterator[
 
 
 def regret_checks(simulations: Mapping[str, Simulation]) -> Iterator[Check]:
-    """Check corollary 2 on every simulated family."""
+    """Check corollary 2 on every simulated family, and FTL's regret of Eq. 2, which it extends."""
     source = "corollary 2"
     for family, simulation in simulations.items():
         ftml, radius = simulation.regret[FTML], simulation.constants.radius
@@ -149,6 +159,10 @@ def regret_checks(simulations: Mapping[str, Simulation]) -> Iterator[Check]:
         ratio = float((streaming / simulation.streaming_bound).max())
         yield at_most(source, f"{family}: streaming, R(T) over G^2/(2 mu/8) (1 + log T)", ratio, 1.0)
         yield at_least(source, f"{family}: FTL without adaptation, growth", growth(simulation.regret[FTL]), LINEAR)
+        fixed = simulation.fixed_regret
+        yield at_most("Eq. 2", f"{family}: FTL against the best fixed parameters, growth", growth(fixed), FLAT)
+        ratio = float((fixed / simulation.fixed_bound).max())
+        yield at_most("Eq. 2", f"{family}: FTL, R(T) over the gradient bound", ratio, 1.0)
         adapted = simulation.regret[FTL_ADAPTED]
         ratio = float(adapted[:, -1].mean() / ftml[:, -1].mean())
         if family == "correlated":

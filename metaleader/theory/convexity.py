@@ -7,6 +7,13 @@ For f~(w) = f(U(w)), U(w) = w - alpha grad f^(w), the Hessian is
 With alpha <= 1/(2 beta) the eigenvalues of the first term lie in [mu/4, beta]; with alpha <= mu/(8 rho G) the norm of
 the second is at most alpha rho G <= mu/8. The paper's proof uses lower bounds on differences of gradients, which do not
 imply convexity; the bounds on the Hessian do.
+
+With several steps, w_0 = w and w_j+1 = U(w_j), let J_j be the product of the first j factors I - alpha H^(w_i). Then
+
+    Hessian = J_k' H(w_k) J_k - alpha sum over j < k of J_j' D3f^(w_j)[P_j grad f(w_k)] J_j
+
+where P_j is the product of the factors after the j-th. A factor lies between 1 - alpha beta and 1 - alpha mu, which
+bounds both terms. The paper has one step only; this extension is ours.
 """
 
 from __future__ import annotations
@@ -70,6 +77,23 @@ class Constants:
         worst = (max(getattr(self, name), getattr(other, name)) for name in ("G", "beta", "rho"))
         return Constants(*worst, mu=min(self.mu, other.mu), radius=self.radius)
 
+    def allows(self, alpha: float, steps: int) -> bool:
+        """Whether `curvature` applies: alpha <= 1/beta, and the constants hold for all iterates.
+
+        k steps move w by at most k alpha |gradient at 0| away from the origin, and the constants hold up to a distance
+        of |gradient at 0| / (2 beta) from W. With rho = 0 they hold everywhere.
+        """
+        return alpha * self.beta <= 1 and (self.rho == 0 or steps * alpha <= 1 / (2 * self.beta))
+
+    def curvature(self, alpha: float, steps: int) -> tuple[float, float]:
+        """Bounds on the eigenvalues of the Hessian of f after several steps of f^; see `allows`.
+
+        With one step and Theorem 1's alpha, they lie within its mu/8 and 9 beta/8.
+        """
+        slow, fast = 1 - alpha * self.beta, 1 - alpha * self.mu
+        curved = alpha * self.rho * self.G * sum(fast ** (steps - 1 + j) for j in range(steps))
+        return self.mu * slow ** (2 * steps) - curved, self.beta * fast ** (2 * steps) + curved
+
     def regret_bound(self, T: Tensor) -> Tensor:
         """Return corollary 2's bound as 32 G^2/mu (1 + log T): log T is 0 at T = 1, where the regret is positive."""
         return 32 * self.G**2 / self.mu * (1 + torch.log(T))
@@ -109,7 +133,7 @@ def quadratic_constants(tasks: Quadratics, radius: float) -> Constants:
     return Constants(G=largest, beta=beta, rho=0.0, mu=float(eigenvalues.min()), radius=radius)
 
 
-def meta_hessian(loss_fn: LossFn, w: Tensor, support: Any, query: Any, alpha: float | Tensor) -> Tensor:
+def meta_hessian(loss_fn: LossFn, w: Tensor, support: Any, query: Any, alpha: float | Tensor, steps: int = 1) -> Tensor:
     """Return the Hessian of w -> f(w - alpha grad f^(w)) at w, (d, d), by automatic differentiation of `adapt`.
 
     Args:
@@ -118,15 +142,24 @@ def meta_hessian(loss_fn: LossFn, w: Tensor, support: Any, query: Any, alpha: fl
         support: the task of f^.
         query: the task of f.
         alpha: the step size.
+        steps: the number of steps.
     """
 
     def meta_loss(w: Tensor) -> Tensor:
-        return loss_fn(adapt(loss_fn, {"w": w}, support, lr=alpha, steps=1), query)
+        return loss_fn(adapt(loss_fn, {"w": w}, support, lr=alpha, steps=steps), query)
 
     return jacrev(grad(meta_loss))(w)
 
 
-def meta_eigenvalues(loss_fn: LossFn, points: Tensor, support: Any, query: Any, alpha: float | Tensor) -> Tensor:
+def meta_eigenvalues(
+    loss_fn: LossFn,
+    points: Tensor,
+    support: Any,
+    query: Any,
+    alpha: float | Tensor,
+    steps: int = 1,
+    mean: bool = False,
+) -> Tensor:
     """Return the eigenvalues of `meta_hessian` at every point, for every task: (tasks, points, d), ascending.
 
     Args:
@@ -135,12 +168,15 @@ def meta_eigenvalues(loss_fn: LossFn, points: Tensor, support: Any, query: Any, 
         support: the tasks of f^, with a leading task dimension.
         query: the tasks of f, with a leading task dimension.
         alpha: the step size.
+        steps: the number of steps.
+        mean: whether to return the eigenvalues of the mean over tasks, the objective of MAML, (points, d).
     """
 
     def hessian(w: Tensor, support: Any, query: Any) -> Tensor:
-        return meta_hessian(loss_fn, w, support, query, alpha)
+        return meta_hessian(loss_fn, w, support, query, alpha, steps)
 
-    return torch.linalg.eigvalsh(vmap(vmap(hessian, (0, None, None)), (None, 0, 0))(points, support, query))
+    hessians = vmap(vmap(hessian, (0, None, None)), (None, 0, 0))(points, support, query)
+    return torch.linalg.eigvalsh(hessians.mean(0) if mean else hessians)
 
 
 def contraction(loss_fn: LossFn, first: Tensor, second: Tensor, tasks: Any, alpha: float) -> Tensor:

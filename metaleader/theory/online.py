@@ -2,7 +2,8 @@
 
     R(T) = sum over t <= T of f_t(U_t(w_t)) - min over w of sum over t <= T of f_t(U_t(w))
 
-A learner chooses w_t before it sees f_t. Both terms have closed forms; the minimum is computed for every T.
+A learner chooses w_t before it sees f_t. Both terms have closed forms; the minimum is computed for every T. The regret
+of Eq. 2 is the same without U_t.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Simulation:
         telescoped: FTML's regret as the sum over t of F_t(w_t) - F_t(w_t+1), where F_t sums the first t losses.
         gradient_bound: sum over t <= T of |grad f~_t(w_t)|^2 / (2 t mu/8), a bound on FTML's regret that is much
             tighter than corollary 2.
+        fixed_regret: FTL's regret of Eq. 2, without adaptation on either side.
+        fixed_bound: the gradient bound of this regret, sum over t <= T of |grad f_t(w_t)|^2 / (2 t mu).
     """
 
     regret: dict[str, Tensor]
@@ -39,6 +42,8 @@ class Simulation:
     farthest: float
     telescoped: Tensor
     gradient_bound: Tensor
+    fixed_regret: Tensor
+    fixed_bound: Tensor
 
     @property
     def rounds(self) -> Tensor:
@@ -81,7 +86,9 @@ def simulate(pairs: Pairs, alpha: float | None = None) -> Simulation:
     sums = meta.cumsum(1)
     comparators = _minimisers(sums)
     hindsight = sums.value(comparators)
-    meta_leader, leader = _delayed(comparators), _delayed(_minimisers(tasks.cumsum(1)))
+    plain_sums = tasks.cumsum(1)
+    fixed = _minimisers(plain_sums)
+    meta_leader, leader = _delayed(comparators), _delayed(fixed)
     streaming = _online_gradient_descent(meta, constants)
     losses = {
         FTML: meta.value(meta_leader),
@@ -97,6 +104,8 @@ def simulate(pairs: Pairs, alpha: float | None = None) -> Simulation:
         farthest=float(torch.linalg.vector_norm(torch.stack([comparators, leader]), dim=-1).max()),
         telescoped=(sums.value(meta_leader) - hindsight).cumsum(1),
         gradient_bound=(meta.gradient(meta_leader).square().sum(-1) / (2 * steps * constants.meta_mu)).cumsum(1),
+        fixed_regret=losses[FTL].cumsum(1) - plain_sums.value(fixed),
+        fixed_bound=(tasks.gradient(leader).square().sum(-1) / (2 * steps * constants.mu)).cumsum(1),
     )
 
 

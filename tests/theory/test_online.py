@@ -184,3 +184,19 @@ def test_bad_input():
     flipped = pairs.query._replace(A=-pairs.query.A)
     with pytest.raises(ValueError, match="positive definite"):
         simulate(Pairs(flipped, flipped))
+
+
+def test_the_regret_of_eq_2_by_hand():
+    """FTL against the best fixed parameters, by a loop; adaptation plays no part."""
+    pairs = draw("stationary", 40, 2)
+    played = simulate(pairs)
+    for seed in range(2):
+        tasks = [Quadratics(*(values[seed, t] for values in pairs.query)) for t in range(40)]
+        w, loss = torch.zeros(4, dtype=torch.float64), 0.0
+        for t in range(40):
+            loss += float(tasks[t].value(w))
+            A, b = sum(task.A for task in tasks[: t + 1]), sum(task.b for task in tasks[: t + 1])
+            w = -torch.linalg.solve(A, b)
+            best = sum(float(task.value(w)) for task in tasks[: t + 1])
+            assert float(played.fixed_regret[seed, t]) == pytest.approx(loss - best, abs=1e-9)
+            assert float(played.fixed_regret[seed, t]) <= float(played.fixed_bound[seed, t]) * (1 + 1e-9)

@@ -317,3 +317,53 @@ def test_minimise_says_when_it_cannot():
     f, _, constants = pair(2)
     with pytest.raises(ValueError, match="no minimiser within"):
         minimise(quadratic_loss, f.b[0], f, f, constants, alpha=constants.alpha, max_iterations=3)
+
+
+# Several steps.
+
+
+@given(SEEDS, st.integers(0, 5))
+@SLOW
+def test_the_hessian_after_several_steps_is_that_of_the_closed_form(seed, steps):
+    f, support, constants = pair(seed)
+    w = in_domain(seed, 3.0, 3, 1)[0]
+    expected = f.adapted(constants.alpha, steps, support)
+    for i in range(2):
+        found = meta_hessian(quadratic_loss, w, at(support, i), at(f, i), constants.alpha, steps)
+        torch.testing.assert_close(found, expected.A[i], rtol=1e-10, atol=1e-10)
+    mean = meta_eigenvalues(quadratic_loss, w[None], support, f, constants.alpha, steps, mean=True)
+    torch.testing.assert_close(mean[0], torch.linalg.eigvalsh(expected.mean().A), rtol=1e-10, atol=1e-10)
+
+
+@given(SEEDS, st.integers(1, 5), st.floats(0.01, 1.0))
+@SLOW
+def test_curvature_after_several_steps_lies_within_its_bounds(seed, steps, factor):
+    """Also for steps larger than Theorem 1 allows, as long as the constants hold for all iterates."""
+    f, support, constants = logistic_pair(seed)
+    alpha = factor / (2 * constants.beta * steps)
+    assert constants.allows(alpha, steps)
+    assert not constants.allows(1.01 / (2 * constants.beta * steps), steps)
+    low, high = constants.curvature(alpha, steps)
+    for w in in_domain(seed, constants.radius, 2, 20):
+        for task in range(2):
+            hessian_of_one = meta_hessian(logistic_loss, w, at(support, task), at(f, task), alpha, steps)
+            eigenvalues = torch.linalg.eigvalsh(hessian_of_one)
+            assert low - 1e-9 <= float(eigenvalues[0]) <= float(eigenvalues[-1]) <= high + 1e-9
+
+
+@given(SEEDS)
+@SLOW
+def test_one_step_is_theorem_1(seed):
+    for constants in (pair(seed)[2], logistic_pair(seed)[2]):
+        low, high = constants.curvature(constants.alpha, 1)
+        assert low >= constants.meta_mu * (1 - 1e-9)
+        assert high <= constants.meta_beta * (1 + 1e-9)
+
+
+def test_the_bound_after_two_steps_is_reached():
+    """f with A = mu I and f^ with A = beta I: the smallest eigenvalue is mu (1 - alpha beta)^4."""
+    identity = torch.eye(2, dtype=torch.float64)
+    f, support = quadratics(0.5 * identity, identity[0]), quadratics(2.0 * identity, identity[1])
+    constants = quadratic_constants(Quadratics.stack([f, support]), radius=1.0)
+    found = meta_hessian(quadratic_loss, torch.ones(2, dtype=torch.float64), support, f, 0.2, 2)
+    assert float(torch.linalg.eigvalsh(found)[0]) == pytest.approx(constants.curvature(0.2, 2)[0])
