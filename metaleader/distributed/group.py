@@ -12,6 +12,8 @@ import functools
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -21,6 +23,8 @@ from torch import Tensor
 R = TypeVar("R")
 # Seconds that a process waits for the others, unless METALEADER_TIMEOUT names another number.
 _TIMEOUT = 600.0
+# Seconds in which the other processes can say that they wait too, and between two looks
+_ANSWER_AFTER_TIMEOUT, _ANSWER_AFTER_LOSS, _POLL = 5.0, 2.0, 0.05
 
 
 class Group:
@@ -123,15 +127,53 @@ class Group:
         except RuntimeError as error:
             text = " ".join(str(error).split())
             if "imed out" in text or "imeout" in text:
+                silent = silent_ranks(self.rank, self.size, _ANSWER_AFTER_TIMEOUT)
                 raise TimeoutError(
-                    f"rank {self.rank} of {self.size} waited too long for the other processes ({what}): one of them"
-                    " hangs or is slow, or was stopped; look at its output, and set METALEADER_TIMEOUT to more seconds"
-                    " if it is only slow"
+                    f"rank {self.rank} of {self.size} waited too long for the other processes ({what}):"
+                    f" {_listed(silent)} hangs or is slow, or was stopped; look at its output, and set"
+                    " METALEADER_TIMEOUT to more seconds if it is only slow"
                 ) from error
+            silent = silent_ranks(self.rank, self.size, _ANSWER_AFTER_LOSS)
             raise ConnectionError(
-                f"rank {self.rank} of {self.size} has lost the other processes ({what}): one of them has stopped; its"
-                f" output says why ({text[:200]})"
+                f"rank {self.rank} of {self.size} has lost the other processes ({what}): {_listed(silent)} has stopped;"
+                f" its output says why ({text[:200]})"
             ) from error
+
+
+def silent_ranks(rank: int, size: int, seconds: float) -> list[int]:
+    """The processes that do not say within some seconds that a collective operation has failed for them too.
+
+    Every process that waited for others says so in the store of the process group. Those that hang, or have ended, do
+    not. None are known if the store itself does not answer.
+    """
+    silent = set(range(size)) - {rank}
+
+    def ask() -> None:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store = _get_default_store()
+        store.set(f"metaleader/failed/{rank}", "1")
+        end = time.monotonic() + seconds
+        while silent and time.monotonic() < end:
+            answered = {other for other in silent if store.check([f"metaleader/failed/{other}"])}
+            silent.difference_update(answered)
+            time.sleep(_POLL)
+
+    # In a thread: a store in a process that hangs never answers.
+    with contextlib.suppress(RuntimeError):
+        thread = threading.Thread(target=_quietly, args=(ask,), daemon=True)
+        thread.start()
+        thread.join(seconds + _ANSWER_AFTER_LOSS)
+    return sorted(silent) if len(silent) < size - 1 or size == 2 else []
+
+
+def _quietly(call: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):  # of the store
+        call()
+
+
+def _listed(ranks: list[int]) -> str:
+    return "one of them" if not ranks else " or ".join(f"rank {rank}" for rank in ranks)
 
 
 ALONE = Group()
@@ -176,13 +218,14 @@ def launched_group() -> Iterator[Group]:
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all processes are on this machine
     timeout = datetime.timedelta(seconds=_timeout())
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    backend, device = placement(*local, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if device is not None:
+        torch.cuda.set_device(device)
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
         # The store outlives a restart, and holds addresses of the processes before it.
         store = PrefixStore(f"metaleader/restart {restarts()}", store)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         raise ConnectionError(
@@ -193,6 +236,20 @@ def launched_group() -> Iterator[Group]:
         yield current_group()
     finally:
         dist.destroy_process_group()
+
+
+def placement(local_rank: int, local_size: int, num_devices: int) -> tuple[str, int | None]:
+    """The backend of a process of torchrun, and its GPU, if there is one.
+
+    Args:
+        local_rank: the number of the process on its machine.
+        local_size: the number of processes on the machine.
+        num_devices: the number of its GPUs.
+    """
+    if num_devices == 0:
+        return "gloo", None
+    # NCCL refuses two processes on one GPU; gloo copies through the memory of the host.
+    return "cpu:gloo,cuda:nccl" if local_size <= num_devices else "gloo", local_rank % num_devices
 
 
 def _timeout() -> float:

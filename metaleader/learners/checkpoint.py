@@ -79,8 +79,15 @@ def save_learner(learner: Learner, path: str | os.PathLike[str]) -> None:
     loss = None
     with contextlib.suppress(Exception):  # a failed comparison must not prevent saving
         loss = _latest_loss(learner)
-    tree |= {"loss": loss, "state": learner.state_dict()}
-    learner.sharding.group.on_first(lambda: save_tree(path, tree, _FILE, _FILE_VERSION), f"saving {path}")
+    group = learner.sharding.group
+    if group.size == 1:
+        state = learner.state_dict()
+    else:
+        with learner.locks.changing:
+            state = learner.state_dict(data=False)
+            state["buffer"] = learner.memory.state_dict(here=group.rank == 0)
+    tree |= {"loss": loss, "state": state}
+    group.on_first(lambda: save_tree(path, tree, _FILE, _FILE_VERSION), f"saving {path}")
 
 
 def subclass_settings(learner: Learner) -> dict[str, Any]:

@@ -273,8 +273,8 @@ class ClassBuffer:
         self._images.rollback(images)
         self._current = None
 
-    def state_dict(self, data: bool = True) -> dict[str, Any]:
-        """The state of the buffer; with `data=False` without the images, for streams that can replay them."""
+    def state_dict(self, data: bool = True, here: bool = True) -> dict[str, Any]:
+        """The state of the buffer; without the images unless both `data` and `here`."""
         images, kept = self._images, self._images.kept()
         place = {position: i for i, position in enumerate(kept.tolist())}
         stored = np.asarray(images.rows, dtype=np.int64)[kept]
@@ -290,7 +290,7 @@ class ClassBuffer:
         }
         if self.limits.max_datapoints is not None or self.limits.max_bytes is not None:
             state["observed"] = [[number, num] for number, num in images.observed.items()]
-        return state | self.store.state_dict(data, stored)
+        return state | self.store.state_dict(data, stored, here)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; if it was saved without data, the buffer must already hold the same images."""

@@ -17,7 +17,7 @@ from metaleader.memory.entries import Entries, index_of
 from metaleader.memory.limits import Limits
 from metaleader.memory.pools import choose_tasks, masses_of_shards
 from metaleader.memory.room import Needed, droppable, make_room
-from metaleader.memory.rows import Draw, Rows, Weights, Which, bytes_of, distinct, split
+from metaleader.memory.rows import Draw, Rows, Weights, Which, bytes_of, checked_data, distinct, split
 from metaleader.memory.saved import entries_from_tree, entries_tree
 from metaleader.memory.sharded import ShardedRows
 from metaleader.tasks import Batch, num_rows, rng, rows
@@ -156,9 +156,8 @@ class TaskBuffer:
 
     def _uniforms(self, seed: int, steps: Sequence[int], tasks: int, width: int, shard: Shard | None) -> np.ndarray:
         """Uniform numbers, (steps x tasks, 1 + 2 width): of the task, and of its datapoints."""
-        key = key_of(shard)
-        uniforms = np.stack([rng("draw", seed, step, *key).random((tasks, 1 + 2 * width)) for step in steps])
-        return uniforms.reshape(-1, 1 + 2 * width)
+        shape, key = (tasks, 1 + 2 * width), key_of(shard)
+        return np.concatenate([rng("draw", seed, step, *key).random(shape) for step in steps])
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:
         """The support and query batches of a draw, each (..., tasks, datapoints, ...)."""
@@ -320,20 +319,21 @@ class TaskBuffer:
 
     # State.
 
-    def state_dict(self, data: bool = True) -> dict[str, Any]:
-        """Everything stored, task by task; without data only the bookkeeping, for streams that rebuild it."""
+    def state_dict(self, data: bool = True, here: bool = True) -> dict[str, Any]:
+        """Everything stored, task by task; data that is divided between processes is collected on those with `here`."""
         tree = {"kind": self.kind} | entries_tree(self._entries)
-        return tree | self.store.state_dict(data, index_of(self._entries.all()))
+        return tree | self.store.state_dict(data, index_of(self._entries.all()), here)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; if it has no data, the stored data must be that of the state."""
         entries, store = entries_from_tree(state, self._entries), self.store
         if "data" in state:
-            store = Rows(self.device, self.folder)
-            store.load_state_dict(state)
             if isinstance(self.store, ShardedRows):
-                kept = [(entry.number, entry.count, entry is entries.round) for entry in entries.all()]
-                store = ShardedRows.of(store, self._sharding, kept)
+                tasks = [(entry.number, entry.count, entry is entries.round) for entry in entries.all()]
+                store = self.store.of(checked_data(state), tasks)
+            else:
+                store = Rows(self.device, self.folder)
+                store.load_state_dict(state)
         self.store, self._entries = store, entries
 
     def _regroup(self, always: bool = False) -> None:

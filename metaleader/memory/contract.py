@@ -152,8 +152,8 @@ class Memory(Protocol):
         """Undo all changes since a point."""
         ...
 
-    def state_dict(self, data: bool = True) -> dict[str, Any]:
-        """Everything stored; with `data=False` only the bookkeeping."""
+    def state_dict(self, data: bool = True, here: bool = True) -> dict[str, Any]:
+        """Everything stored; with `data=False` only the bookkeeping, and with `here=False` no data on this process."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

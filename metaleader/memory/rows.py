@@ -11,7 +11,7 @@ both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -159,13 +159,6 @@ class Rows:
         self.length, self._num_released = length, self._num_released - reused
         return added
 
-    def _append_slowly(self, batch: Batch) -> None:
-        """Check and add rows that may not fit into memory, a few at a time."""
-        step = max(1, _COPIED // max(1, bytes_of(batch)))
-        for start in range(0, num_rows(batch), step):
-            some = rows(batch, slice(start, start + step))
-            self.append(check_batch(some, "the data of the state"))
-
     def _column(self, leaf: Tensor) -> Column:
         return InMemory(leaf, self.device) if self.folder is None else OnDisk(leaf, self.device, self.folder)
 
@@ -217,13 +210,13 @@ class Rows:
             return Batch(tree_map(lambda column: column.take(at), self._columns.x), y)
         return tree_map(lambda column: column.take(at), self._columns)
 
-    def state_dict(self, data: bool, index: Index | None = None) -> dict[str, Any]:
-        """A copy of the rows at an index, by default all; with `data=False` only their number."""
+    def state_dict(self, data: bool, index: Index | None = None, here: bool = True) -> dict[str, Any]:
+        """A copy of the rows at an index, by default all; with `data=False` only their number. See `ShardedRows`."""
         index = slice(0, self.length) if index is None else index
         length = len(range(*index.indices(self.length))) if isinstance(index, slice) else len(index)
         state: dict[str, Any] = {"length": length}
         if data:
-            kept = None if self._columns is None else self.copy_of(index).data
+            kept = None if self._columns is None or not here else self.copy_of(index).data
             state["data"] = None if kept is None else {"x": kept.x, "y": kept.y}
         return state
 
@@ -231,17 +224,9 @@ class Rows:
         """Restore a state; if it has no data, the same number of rows must be present."""
         integer(state, "length")
         if "data" in state:
-            data = None if state["data"] is None else mapping(state, "data")
-            batch = None if data is None else Batch(data["x"], data["y"])
-            stored = Rows(self.device, self.folder)
-            if batch is not None and self.folder is None:
-                stored.append(check_batch(batch, "the data of the state"))
-            elif batch is not None and num_rows(batch) > 0:
-                stored._append_slowly(batch)
-            if stored.length != state["length"]:
-                raise ValueError(
-                    f"the state has no data of {state['length']} datapoints; its shapes are {shapes(batch)}"
-                )
+            batch, stored = checked_data(state), Rows(self.device, self.folder)
+            if batch is not None:
+                stored.append(batch)
             vars(self).update(vars(stored))
         elif state["length"] != self.length:
             raise ValueError(
@@ -249,6 +234,22 @@ class Rows:
                 " observe the same data (update=False) before loading"
             )
         self.length = state["length"]
+
+
+def checked_data(state: Mapping[str, Any]) -> Batch | None:
+    """The datapoints of a state, checked a few at a time: they may be mapped from a file larger than the memory."""
+    data, length = None if state["data"] is None else mapping(state, "data"), integer(state, "length")
+    batch = None if data is None else Batch(data["x"], data["y"])
+    if batch is not None and not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch)):
+        batch = check_batch(batch, "the data of the state")
+    sizes = set() if batch is None else {leaf.shape[0] if leaf.ndim else None for leaf in tree_leaves(batch)}
+    if sizes != ({length} if batch is not None else set()) or (batch is None and length > 0):
+        raise ValueError(f"the state has no data of {length} datapoints; its shapes are {shapes(batch)}")
+    if batch is not None:
+        step = max(1, _COPIED // max(1, bytes_of(batch)))
+        for start in range(0, max(1, length), step):
+            check_batch(rows(batch, slice(start, start + step)), "the data of the state")
+    return batch
 
 
 def bytes_of(batch: Batch | None) -> int:

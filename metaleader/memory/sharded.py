@@ -17,11 +17,13 @@ from torch.utils._pytree import tree_map
 
 from metaleader.distributed.shards import Sharding
 from metaleader.memory.rows import Index, Rows, bytes_of
-from metaleader.tasks import Batch, check_alike, num_rows
+from metaleader.tasks import Batch, check_alike, num_rows, rows
 
 # The own storage is regrouped when this fraction of its rows belongs to no segment.
 _MAX_HOLES = 0.25
 _ELSEWHERE = -1
+# Bytes sent at once by processes that save their rows
+_SENT = 2**22
 # Rows of the table of segments
 _START, _RANK, _PLACE, _OPEN = range(4)
 
@@ -193,13 +195,22 @@ class ShardedRows:
         copied.length = len(numbers)
         return copied
 
-    def state_dict(self, data: bool, index: Index | None = None) -> dict[str, Any]:
-        """The rows at an index, by default all, on every process; with `data=False` only their number."""
+    def state_dict(self, data: bool, index: Index | None = None, here: bool = True) -> dict[str, Any]:
+        """The rows at an index, by default all, on the processes with `here`; with `data=False` only their number.
+
+        The processes that have the rows send them a few at a time.
+        """
         numbers = self._numbers(slice(0, self.length) if index is None else index)
         state: dict[str, Any] = {"length": len(numbers)}
-        if data:
-            kept = None if self.data is None else self.take(numbers)
-            state["data"] = None if kept is None else {"x": kept.x, "y": kept.y}
+        if not data:
+            return state
+        kept, step = Rows(self.device, self.folder), max(1, _SENT // max(1, self.row_bytes))
+        for start in range(0, len(numbers), step):
+            some = self.take(numbers[start : start + step])
+            if here:
+                kept.append(some)
+        found = kept.take(slice(0, kept.length)) if kept.length else None
+        state["data"] = None if found is None else {"x": found.x, "y": found.y}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -208,11 +219,13 @@ class ShardedRows:
         checked.length = self.length
         checked.load_state_dict({"length": state["length"]})
 
-    @classmethod
-    def of(cls, rows: Rows, shards: Sharding, tasks: Sequence[tuple[int, int, bool]]) -> ShardedRows:
-        """The rows of a state, with number, size and openness of the task of each stretch of rows."""
-        stored, start = cls(rows.device, shards, rows.folder), 0
+    def of(self, batch: Batch | None, tasks: Sequence[tuple[int, int, bool]]) -> ShardedRows:
+        """The rows of a state, with number, size and openness of the task of each stretch of rows.
+
+        Only those that this process stores are copied.
+        """
+        stored, start = ShardedRows(self.device, self.shards, self.folder), 0
         for task, size, is_open in tasks:
-            stored.append(rows.take(slice(start, start + size)), task, is_open)
+            stored.append(rows(batch, slice(start, start + size)), task, is_open)
             start += size
         return stored

@@ -1,5 +1,6 @@
 """Groups of processes: what they exchange, what they agree on, and how they fail."""
 
+import importlib
 import os
 import signal
 import time
@@ -8,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from processes import run_in_processes
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from metaleader.distributed.agreement import agree, digest_of
-from metaleader.distributed.group import ALONE, current_group
+from metaleader.distributed.group import ALONE, current_group, launched_group, placement
 from metaleader.distributed.shards import Sharding
 from metaleader.tasks import Batch
 
@@ -87,20 +89,23 @@ def stopped(number: int) -> Any:
     return None
 
 
-def test_a_hanging_process_ends_in_an_error_after_the_timeout() -> None:
-    waiting, hanging = run_in_processes(2, hung, timeout=2.0)
-    assert waiting[0] == "TimeoutError"
-    assert "update 7" in waiting[1]
-    assert "hangs or is slow" in waiting[1]
-    assert 1 < waiting[2] < 10
-    assert hanging == "late"
+def test_a_hanging_process_ends_in_an_error_after_the_timeout_that_names_it() -> None:
+    results = run_in_processes(3, hung, timeout=2.0)
+    assert results[1] == "late"
+    for rank in (0, 2):
+        name, text, seconds = results[rank]
+        assert f"rank {rank} of 3" in text
+        assert "update 7" in text
+        assert {"TimeoutError": "rank 1 hangs or is slow", "ConnectionError": "rank 1 has stopped"}[name] in text
+        assert 1 < seconds < 20
+    assert "TimeoutError" in {results[0][0], results[2][0]}
 
 
 def hung() -> Any:
     group = current_group()
     group.exchange(0, "the start")
     if group.rank == 1:
-        time.sleep(4)
+        time.sleep(9)
         return "late"
     start = time.monotonic()
     try:
@@ -115,7 +120,48 @@ def test_a_killed_process_ends_in_an_error_at_once() -> None:
     assert killed is None
     assert waiting[0] == "ConnectionError"
     assert "update 7" in waiting[1]
+    assert "rank 1 has stopped" in waiting[1]
     assert waiting[2] < 10
+
+
+def test_a_process_has_a_backend_and_a_gpu() -> None:
+    assert placement(3, 4, 0) == ("gloo", None)
+    assert [placement(rank, 4, 4) for rank in range(4)] == [("cpu:gloo,cuda:nccl", rank) for rank in range(4)]
+    assert [placement(rank, 2, 8)[1] for rank in range(2)] == [0, 1]
+    # NCCL refuses two processes on one GPU.
+    assert [placement(rank, 4, 2) for rank in range(4)] == [("gloo", 0), ("gloo", 1), ("gloo", 0), ("gloo", 1)]
+
+
+class FakeDistributed:
+    """The calls of torch.distributed that connect the processes of torchrun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+        self.device: int | None = None
+        self.backend = ""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(self, "device", device))
+        rendezvous = importlib.import_module("torch.distributed.rendezvous")
+        monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: iter([(HashStore(), 1, 4)]))
+        monkeypatch.setattr(
+            "torch.distributed.init_process_group", lambda backend, **_: setattr(self, "backend", backend)
+        )
+        monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "device"), [(0, "gloo", None), (4, "cpu:gloo,cuda:nccl", 1), (2, "gloo", 1), (1, "gloo", 0)]
+)
+def test_torchrun_connects_processes_by_their_gpus(
+    monkeypatch: pytest.MonkeyPatch, devices: int, backend: str, device: int | None
+) -> None:
+    values = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+    values["GLOO_SOCKET_IFNAME"] = "lo"
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    fake = FakeDistributed(monkeypatch, devices)
+    with launched_group():
+        assert (fake.backend, fake.device) == (backend, device)
 
 
 def test_the_number_of_processes_divides_that_of_shards() -> None:

@@ -98,8 +98,33 @@ def results_by_name(folder: str) -> dict[str, str]:
     return found
 
 
+def results_with_limits(folder: str) -> dict[str, str]:
+    """Limits of datapoints and bytes, and rows on the disk of every process, which a file collects."""
+    found = {}
+    for name, folder_of_data in (("limits", None), ("limits on disk", folder)):
+        made = learner(max_datapoints=4, max_bytes=8 * 20, reservoir=True, data_folder=folder_of_data)
+        for i in range(12):
+            if i % 4 == 0:
+                made.begin(f"round {i}")
+                made.observe(*task_data("b" * i, 3))
+            made.observe(*task_data("a" * i, 3), task=f"customer {i % 5}", update=i % 3 == 0)
+        made.forget("customer 1")
+        path = Path(folder) / "limits.safetensors"
+        made.save(path)
+        loaded = ml.FTML.load(path, net, ml.losses.squared_error, data_folder=folder_of_data)
+        for one in (made, loaded):
+            one.observe(*task_data("last"), task="customer 2")
+        assert digest(made.state_dict()) == digest(loaded.state_dict())
+        assert made.memory.num_bytes <= 8 * 20
+        found[name] = digest([made.state_dict(), made.predict(np.zeros((2, 1), dtype=np.float32), task="customer 2")])
+        if current_group().rank == 0:
+            found[f"file, {name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert found["limits"] == found["limits on disk"]
+    return found
+
+
 def all_results(folder: str) -> dict[str, str]:
-    found = results_of_all_kinds() | results_by_class() | results_by_name(folder)
+    found = results_of_all_kinds() | results_by_class() | results_by_name(folder) | results_with_limits(folder)
     return {name: value for name, value in found.items() if name != "file" or value}
 
 
@@ -115,10 +140,10 @@ def by_size() -> dict[int, list[Any]]:
 def test_results_do_not_depend_on_the_number_of_processes(by_size: dict[int, list[Any]]) -> None:
     expected = by_size[1][0]
     assert isinstance(expected, dict)
-    assert len(expected) == 10
+    assert len(expected) == 14
     for size in SIZES:
         for rank, found in enumerate(by_size[size]):
-            wanted = expected if rank == 0 else {name: v for name, v in expected.items() if name != "file"}
+            wanted = expected if rank == 0 else {name: v for name, v in expected.items() if "file" not in name}
             assert found == wanted, (size, rank)
 
 

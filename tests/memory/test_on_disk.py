@@ -297,5 +297,5 @@ def test_data_is_larger_than_the_memory(tmp_path: Path) -> None:
     found = run("disk")
     assert found["bytes"] > 4 * limit * 2**20, found
     assert found["tasks"] == 2 * limit - 1
-    assert found["used"] < limit * 2**20, found
+    assert found["used"] < found["bytes"] / 2, found
     assert "alloc" in run("memory")["error"]
