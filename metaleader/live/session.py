@@ -219,17 +219,33 @@ class Session:
         """
         self._check()
         with self._updater.paused():
-            self._writer.run(lambda: self._forget(str(task)))
+            self._writer.run(lambda: self._rewrite(str(task)))
 
-    def _forget(self, task: str) -> None:
+    def compact(self) -> None:
+        """Write the files anew without data that the learner no longer keeps, because of its limits of memory.
+
+        The state stays the same, and so do keys and predictions without targets. Otherwise the journal grows with every
+        call, and opening the folder reads all of it.
+
+        Raises:
+            OSError: if the disk has no room for the new files; nothing has changed then.
+        """
+        self._check()
+        with self._updater.paused():
+            self._writer.run(self._rewrite)
+
+    def _rewrite(self, forgotten: str | None = None) -> None:
         ledger, codec = self._ledger, Codec()
-        kept = [call for call in predictions_of(ledger, self._journal, self._writer.codec) if call.task != task]
+        waiting = predictions_of(ledger, self._journal, self._writer.codec)
+        kept = [call for call in waiting if call.task != forgotten]
         needed, free = 3 * self._journal.bytes, shutil.disk_usage(self.folder).free
         if free < needed:
+            call = "compact" if forgotten is None else "forget"
             raise OSError(
-                errno.ENOSPC, f"forget needs {needed} bytes on the disk of {self.folder}, {free} are free; free some"
+                errno.ENOSPC, f"{call} needs {needed} bytes on the disk of {self.folder}, {free} are free; free some"
             )
-        ledger.learner.forget(task)
+        if forgotten is not None:
+            ledger.learner.forget(forgotten)
         try:
             ledger.refused = []
             self._journal.replace(first_records(ledger, codec, self._journal.last + 1, kept))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sessions import ROWS, batch, calls, make, make_head, make_sizes, plain_learner, same_state
+from sessions import ROWS, batch, calls, differences, make, make_head, make_sizes, plain_learner, same_state
 
 from metaleader import losses, models
 from metaleader.learners import FTML, TOE, Scratch
@@ -252,6 +252,35 @@ def test_forgetting_needs_room(tmp_path, monkeypatch):
                 session.forget("customer 1")
         assert same_state(session.learner, plain_learner_of(before))
         session.forget("customer 1")
+
+
+def test_compacting_drops_from_the_files_what_the_learner_has_dropped(tmp_path, monkeypatch):
+    def build():
+        return make(max_datapoints=4, max_tasks=3, reservoir=True)
+
+    with Session(tmp_path / "a", build, updates="inline") as session:
+        for i in range(200):
+            session.observe(*batch(i), task=f"customer {i % 5}", key=f"event {i}")
+        session.predict(batch(0)[0], "customer 4", name="waiting")
+        session.remember(batch(1)[0], task="nobody", name="of a new task")
+        before, size = session.learner.state_dict(), (tmp_path / "a" / "journal.sqlite").stat().st_size
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path: _Usage())
+            with pytest.raises(OSError, match=r"compact needs .* bytes .*, 7 are free"):
+                session.compact()
+        session.compact()
+        assert not differences(session.learner.state_dict(), before, "")
+        assert (tmp_path / "a" / "journal.sqlite").stat().st_size < size / 3
+        assert not session.observe(*batch(7), task="customer 2", key="event 7")
+    with Session(tmp_path / "a", build, updates="inline") as session:
+        assert not differences(session.learner.state_dict(), before, "")
+        assert not session.observe(*batch(7), task="customer 2", key="event 7")
+        assert session.label("waiting", batch(0)[1])
+        assert session.label("of a new task", batch(1)[1])
+        session.observe(*batch(300), task="customer 4")
+        state = session.learner.state_dict()
+    with Session(tmp_path / "a", build, updates="inline") as session:
+        assert not differences(session.learner.state_dict(), state, "")
 
 
 class _Usage:
