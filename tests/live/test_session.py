@@ -260,21 +260,22 @@ def test_compacting_drops_from_the_files_what_the_learner_has_dropped(tmp_path, 
 
     with Session(tmp_path / "a", build, updates="inline") as session:
         for i in range(200):
-            session.observe(*batch(i), task=f"customer {i % 5}", key=f"event {i}")
+            session.observe(*batch(i, rows=200), task=f"customer {i % 5}", key=f"event {i}", update=i % 20 == 0)
         session.predict(batch(0)[0], "customer 4", name="waiting")
         session.remember(batch(1)[0], task="nobody", name="of a new task")
-        before, size = session.learner.state_dict(), (tmp_path / "a" / "journal.sqlite").stat().st_size
+        before = session.learner.state_dict()
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "disk_usage", lambda path: _Usage())
             with pytest.raises(OSError, match=r"compact needs .* bytes .*, 7 are free"):
                 session.compact()
         session.compact()
         assert not differences(session.learner.state_dict(), before, "")
-        assert (tmp_path / "a" / "journal.sqlite").stat().st_size < size / 3
-        assert not session.observe(*batch(7), task="customer 2", key="event 7")
+        assert session._journal.last - session._journal.first < 10
+        assert session._journal.bytes < 200 * 200 * 12 / 5
+        assert not session.observe(*batch(7, rows=200), task="customer 2", key="event 7")
     with Session(tmp_path / "a", build, updates="inline") as session:
         assert not differences(session.learner.state_dict(), before, "")
-        assert not session.observe(*batch(7), task="customer 2", key="event 7")
+        assert not session.observe(*batch(7, rows=200), task="customer 2", key="event 7")
         assert session.label("waiting", batch(0)[1])
         assert session.label("of a new task", batch(1)[1])
         session.observe(*batch(300), task="customer 4")
