@@ -92,8 +92,33 @@ def airlines() -> Stream:
     return Stream(x[keep], data.carrier.to_numpy(str)[keep], data.dest.to_numpy(str)[keep], classes=True)
 
 
+def reactions() -> Stream:
+    """What persons would do in a frustrating situation: no, perhaps or yes, by person (VerbAgg)."""
+    data = _frame("lme4", "VerbAgg")
+    columns = [data.Anger, data.Gender == "F", data.situ == "other", data["mode"] == "want"]
+    x = np.column_stack([*columns, pd.get_dummies(data.btype).to_numpy(float)]).astype(float)
+    return Stream(x, data.resp.to_numpy(str), data.id.to_numpy(), classes=True)
+
+
+def yogurt() -> Stream:
+    """The brand that a household buys, from the prices and features of four brands (Yogurt)."""
+    return _brands("Yogurt")
+
+
+def crackers() -> Stream:
+    """The brand that a household buys, from the prices, displays and features of four brands (Cracker)."""
+    return _brands("Cracker")
+
+
+def _brands(item: str) -> Stream:
+    data = _frame("Ecdat", item)
+    x = data.filter(regex=r"^(feat|disp|price)\.").to_numpy(float)
+    return Stream(x, data.choice.to_numpy(str), data.id.to_numpy(), classes=True)
+
+
 STREAMS: dict[str, Callable[[], Stream]] = {
-    function.__name__: function for function in (schools, ratings, employment, airlines, lecturers, wages)
+    function.__name__: function
+    for function in (schools, ratings, employment, lecturers, wages, airlines, reactions, yogurt, crackers)
 }
 
 

@@ -75,15 +75,28 @@ def gather(learner: Learner, draw: Draw | Gathered) -> tuple[Any, Any]:
     """The support and query batches of a draw, with the tasks' classes if the network chooses its outputs by them."""
     if isinstance(draw, Gathered):
         return draw.support, draw.query
-    support, query = learner.memory.gather(draw)
     adaptation = learner.definition.objective.adaptation
-    if adaptation is not None and adaptation.takes_weights:
+    takes_weights = adaptation is not None and adaptation.takes_weights
+    if takes_weights and draw.classes is not None and learner.definition.which != "current":
+        draw = _alternating(draw, draw.classes.shape[-1])
+    support, query = learner.memory.gather(draw)
+    if takes_weights:
         first = _first_occurrences(torch.cat([draw.support, draw.query], -1)).to(learner.state.flat)
         weights = first.split([draw.support.shape[-1], draw.query.shape[-1]], -1)
         return WeightedBatch(*support, weights[0]), WeightedBatch(*query, weights[1])
     if learner.network.num_classes is None or draw.classes is None:
         return support, query
     return ClassBatch(*support, draw.classes), ClassBatch(*query, draw.classes)
+
+
+def _alternating(draw: Draw, num_ways: int) -> Draw:
+    """An n-way draw whose support sets take their classes in turn, so that their first datapoints are of all classes.
+
+    Adaptations such as `BayesianHead` measure the first datapoints alone too.
+    """
+    index = torch.arange(draw.support.shape[-1], device=draw.support.device).view(num_ways, -1).mT.flatten()
+    support_y = None if draw.support_y is None else draw.support_y[..., index]
+    return draw._replace(support=draw.support[..., index], support_y=support_y)
 
 
 def _first_occurrences(index: Tensor) -> Tensor:

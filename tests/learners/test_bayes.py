@@ -109,6 +109,26 @@ def test_repeated_datapoints_count_once(loss):
         torch.testing.assert_close(adapted[name], value)
 
 
+def test_support_sets_of_n_way_tasks_take_their_classes_in_turn():
+    """The loss measures their first 1, 2, 4, ... datapoints too, which are of as many classes as there can be."""
+    learner = head(outputs=3, loss=ml.losses.cross_entropy, tasks_per_step=4, support=6, query=3)
+    x, _ = batch(24)
+    for name, classes in (("a", [0, 1, 2]), ("b", [3, 4, 5])):
+        learner.begin(name, classes=classes)
+        learner.observe(x + classes[0], torch.arange(24) % 3, update=False)
+    draw: Any = learner.memory.draw(0, [0], 4, 6, 3)
+    support, query = gather(learner, draw)
+    assert query.y.shape == (1, 4, 3)
+    assert support.y.view(4, 2, 3).sort(-1).values.tolist() == [[[0, 1, 2]] * 2] * 4
+    sorted_before, _ = learner.memory.gather(draw)
+    for t in range(4):  # the same datapoints with their labels
+        pairs = [
+            {(*row.tolist(), int(label)) for row, label in zip(part.x[0, t], part.y[0, t], strict=True)}
+            for part in (support, sorted_before)
+        ]
+        assert pairs[0] == pairs[1]
+
+
 def trained(x, y, updates=400, **settings):
     """A head on groups, (groups, rows, ...), whose updates see whole groups, with a falling step size."""
     groups, rows = x.shape[:2]
