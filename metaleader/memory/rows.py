@@ -5,8 +5,9 @@ numbers, made on the CPU from (seed, step) for a whole reveal at once and moved 
 sees the same draws.
 
 A task of n datapoints gives disjoint support and query sets. If n is smaller than support + query, its datapoints are
-divided between the two in proportion, at least one each, and repeated in turn to fill the sets; a single datapoint is
-both.
+divided between the two and repeated in turn to fill the sets; a single datapoint is both. They are divided in
+proportion, at least one each, but a large query set leaves the support set half of them or all that it needs: the
+gradient after steps on copies of very few datapoints can be a million times longer.
 """
 
 from __future__ import annotations
@@ -317,12 +318,13 @@ def distinct(uniform: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
 
 
 def split(numbers: np.ndarray, counts: np.ndarray, support: int, query: int) -> np.ndarray:
-    """Columns for the support set, then for the query set; short rows are divided in proportion and repeated."""
+    """Columns for the support set, then for the query set; short rows are divided and repeated."""
     width = support + query
     if support == 0 or (counts >= width).all():
         return numbers
     have = np.minimum(counts, width)
-    for_support = np.clip(have * support // width, 1, np.maximum(have - 1, 1))
+    shares = np.maximum(have * support // width, np.minimum(support, have // 2))
+    for_support = np.clip(shares, 1, np.maximum(have - 1, 1))
     for_query = np.maximum(have - for_support, 1)
     first = np.arange(support) % for_support[:, None]
     second = (np.where(have > 1, for_support, 0))[:, None] + np.arange(query) % for_query[:, None]

@@ -87,10 +87,11 @@ def test_rows_of_one_task_disjoint_and_divided_as_documented(
             assert len(own_query) == min(have, query)
         elif have == 1:
             assert own_support == own_query
-        else:  # all of the task, in proportion, each as often as any other, or once more
+        else:  # all of the task, divided, each as often as any other, or once more
             assert own_support.isdisjoint(own_query)
             assert len(own_support | own_query) == have
-            assert abs(len(own_support) - have * support / width) < 1 or 1 in (len(own_support), len(own_query))
+            half = min(support, have // 2)
+            assert abs(len(own_support) - max(half, have * support / width)) < 1 or len(own_query) == 1
             for part in (s, q):
                 repeats = part.unique(return_counts=True)[1]
                 assert repeats.max() - repeats.min() <= 1
@@ -106,7 +107,8 @@ def test_a_task_of_one_datapoint(support: int, query: int):
 @pytest.mark.parametrize(
     ("have", "support", "query", "parts"),
     [(2, 10, 10, (1, 1)), (3, 10, 10, (1, 2)), (8, 10, 10, (4, 4)), (8, 15, 5, (6, 2)), (2, 19, 1, (1, 1)),
-     (5, 1, 19, (1, 4)), (20, 10, 10, (10, 10)), (19, 10, 10, (9, 10))],
+     (5, 1, 19, (1, 4)), (20, 10, 10, (10, 10)), (19, 10, 10, (9, 10)),
+     (20, 10, 60, (10, 10)), (12, 10, 60, (6, 6)), (30, 10, 60, (10, 20)), (3, 2, 9, (1, 2))],
 )  # fmt: skip
 def test_how_short_tasks_are_divided(have: int, support: int, query: int, parts: tuple[int, int]):
     drawn = draw(filled([have]), 0, [0], 3, support, query).at(0)
