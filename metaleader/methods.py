@@ -17,6 +17,7 @@ from torch import nn
 from metaleader.learners import FTL, FTML, TOE, BayesianHead, Learner, Scratch
 from metaleader.learners.options import Model
 from metaleader.losses import Loss, squared_error, unsmoothed
+from metaleader.memory.rows import recency
 from metaleader.system.builders import given_arguments, parameters_of, settable, takes_any, unknown
 
 # Called with the model, the loss and the options of the learner.
@@ -200,8 +201,11 @@ METHODS: dict[str, KnownMethod] = {
     "toe": KnownMethod(Style("TOE", "#009E73", "D", (1.5, 1.5)), TOE),
     "scratch": KnownMethod(Style("from scratch", "#CC79A7", "v", (3, 2)), Scratch),
     "ftml-first": KnownMethod(Style("FTML, first order", "#003E63", "h", (9, 2)), FTML, {"first_order": True}),
-    "ftml-one": KnownMethod(Style("FTML, one inner step", "#5D8AA8", "P", (8, 2, 2, 2)), FTML, {"inner_steps": 1}),
-    "ftml-adam": KnownMethod(Style("FTML, Adam", "#C04000", "X", (2, 1, 4, 1)), FTML, {"optimizer": "adam"}),
+    "ftml-one": KnownMethod(Style("FTML, one inner step", "#5D8AA8", "1", (8, 2, 2, 2)), FTML, {"inner_steps": 1}),
+    "ftml-adam": KnownMethod(Style("FTML, Adam", "#C04000", "2", (2, 1, 4, 1)), FTML, {"optimizer": "adam"}),
+    "ftml-recent": KnownMethod(
+        Style("FTML, recent tasks more often", "#8A2BE2", "+", (3, 1, 1, 1)), FTML, {"weights": recency(8)}
+    ),
     "ftl-matched": KnownMethod(Style("FTL, matched compute", "#8C5A00", "<", (7, 1, 1, 1)), _long(FTL), _MATCHED),
     "toe-matched": KnownMethod(Style("TOE, matched compute", "#00543D", "d", (1, 1)), _long(TOE), _MATCHED),
     "scratch-long": KnownMethod(Style("from scratch, long", "#7A3E62", ">", (3, 1)), _long(Scratch), {"factor": 5}),

@@ -13,6 +13,7 @@ gradient after steps on copies of very few datapoints can be a million times lon
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -40,9 +41,22 @@ def recency(half_life: float) -> Weights:
     >>> recency(1.0)(3)
     array([0.25, 0.5 , 1.  ])
     """
-    if not half_life > 0:
-        raise ValueError(f"half_life must be positive, got {half_life}")
-    return lambda num_tasks: 0.5 ** (np.arange(num_tasks - 1, -1, -1) / half_life)
+    return Recency(half_life)
+
+
+@dataclass(frozen=True)
+class Recency:
+    """The weights of `recency`; a dataclass, so that the configuration of a run has the half-life."""
+
+    half_life: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.half_life, bool) or not self.half_life > 0:
+            raise ValueError(f"half_life must be positive, got {self.half_life}")
+
+    def __call__(self, num_tasks: int) -> np.ndarray:
+        """The weights of tasks 0 .. num_tasks-1."""
+        return 0.5 ** (np.arange(num_tasks - 1, -1, -1) / self.half_life)
 
 
 class Draw(NamedTuple):

@@ -24,7 +24,7 @@ def experiment(schedule: str = "standard") -> ml.Experiment:
             "toe": {"model": net_over_classes, "query": 25},
             "scratch": {"query": 25},
         },
-        extras={"ftml-one": meta, "ftml-adam": {"support": 25, "query": 25}},
+        extras={"ftml-one": meta, "ftml-recent": meta, "ftml-adam": {"support": 25, "query": 25}},
         tasks=6 if quick else 96,
         reveal=50,
         reveals=5 if quick else 40,

@@ -40,7 +40,7 @@ def experiment(schedule: str = "standard") -> ml.Experiment:
             "toe": {"meta_lr": 1e-2},
             "scratch": {"meta_lr": 3e-3},
         },
-        extras={"ftml-one": meta} | additions(tasks * reveals * meta_steps, **meta),
+        extras={"ftml-one": meta, "ftml-recent": meta} | additions(tasks * reveals * meta_steps, **meta),
         tasks=tasks,
         reveal=20,
         reveals=reveals,

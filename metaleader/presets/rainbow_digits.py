@@ -18,7 +18,9 @@ def experiment(schedule: str = "standard") -> ml.Experiment:
         network=functools.partial(ml.models.conv_net, classes=10, image_size=16, filters=16, layers=3),
         loss=functools.partial(ml.losses.cross_entropy, smoothing=0.1),
         methods=methods,
-        extras=matched(methods) | {"ftml-one": options} | additions(tasks * 3 * meta_steps, **options),
+        extras=matched(methods)
+        | {"ftml-one": options, "ftml-recent": options}
+        | additions(tasks * 3 * meta_steps, **options),
         tasks=tasks,
         reveal=20,
         reveals=3,

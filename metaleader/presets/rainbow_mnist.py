@@ -18,7 +18,7 @@ def experiment(schedule: str = "standard") -> ml.Experiment:
         network=functools.partial(ml.models.conv_net, classes=10),
         loss=functools.partial(ml.losses.cross_entropy, smoothing=0.1),
         methods=methods,
-        extras=matched(methods) | {"ftml-one": {}} | additions(tasks * reveals * meta_steps),
+        extras=matched(methods) | {"ftml-one": {}, "ftml-recent": {}} | additions(tasks * reveals * meta_steps),
         tasks=tasks,
         reveal=20,
         reveals=reveals,

@@ -33,6 +33,9 @@ _MARKERS = {
     "H": "M-{d} 0L-{q} -{r}H{q}L{d} 0L{q} {r}H-{q}Z",
     "8": "M-{r} -{q}L-{q} -{r}H{q}L{r} -{q}V{q}L{q} {r}H-{q}L-{r} {q}Z",
     "x": "M-{q} -{q}L{q} {q}M-{q} {q}L{q} -{q}Z",
+    "+": "M-{q} 0H{q}M0 -{q}V{q}Z",
+    "1": "M0 0V{d}M0 0L{r} -{r}M0 0L-{r} -{r}Z",
+    "2": "M0 0V-{d}M0 0L{r} {r}M0 0L-{r} {r}Z",
     "*": "M0 -{d}L{t} -{t}L{d} 0L{t} {t}L0 {d}L-{t} {t}L-{d} 0L-{t} -{t}Z",
 }
 

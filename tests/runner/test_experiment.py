@@ -155,7 +155,7 @@ def test_choices_are_made_and_names_checked():
 def test_extra_methods_run_when_named_only() -> None:
     preset = PRESETS["rainbow-digits"]("quick")
     plus = ("ftml-rates", "ftml-every", "ftml-anneal", "ftml-plus", "ftml-bounded")
-    extras = ("ftml-first", "ftl-matched", "toe-matched", "scratch-long", "ftml-one", *plus)
+    extras = ("ftml-first", "ftl-matched", "toe-matched", "scratch-long", "ftml-one", "ftml-recent", *plus)
     assert tuple(preset.extras) == extras
     assert planned(RunOptions("rainbow-digits", schedule="quick")).methods == tuple(preset.methods)
     assert planned(RunOptions("rainbow-digits", extras, schedule="quick")).methods == extras
@@ -164,7 +164,7 @@ def test_extra_methods_run_when_named_only() -> None:
     assert made["ftml-first"].first_order
     steps = {name: learner.meta_steps for name, learner in made.items() if name != "ftml-first"}
     more = {"ftl-matched": 48, "toe-matched": 48, "scratch-long": 15}
-    assert steps == dict.fromkeys((*preset.methods, *plus, "ftml-one"), 3) | more
+    assert steps == dict.fromkeys((*preset.methods, *plus, "ftml-one", "ftml-recent"), 3) | more
     assert made["ftml-one"].options.inner_steps == 1
     adam = PRESETS["cifar100"]("standard").all_methods
     assert [adam[name].options.get("optimizer") for name in ("ftml", "ftml-adam")] == ["sgd", "adam"]
