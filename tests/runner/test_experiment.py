@@ -170,6 +170,17 @@ def test_extra_methods_run_when_named_only() -> None:
     assert [adam[name].options.get("optimizer") for name in ("ftml", "ftml-adam")] == ["sgd", "adam"]
 
 
+def test_the_half_life_of_recent_tasks_is_a_setting_of_the_run() -> None:
+    options = RunOptions("rainbow-digits", ("ftml-recent",), schedule="quick", set=("ftml-recent.weights.half_life=3",))
+    plan = planned(options)
+    described = plan.description["learners"]["ftml-recent"]["options"]["weights"]
+    assert described == {"class": "metaleader.memory.rows.Recency", "half_life": 3}
+    weights = plan.samples["ftml-recent"].options.weights
+    assert weights(7)[[0, 3, 6]].tolist() == [0.25, 0.5, 1.0]
+    with pytest.raises(ValueError, match="half_life must be positive"):
+        planned(dataclasses.replace(options, set=("ftml-recent.weights.half_life=0",)))
+
+
 def test_updates_without_an_inner_loop_count_a_tenth_whatever_the_name() -> None:
     preset = tiny.tiny()
     preset = dataclasses.replace(
