@@ -267,7 +267,11 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
     if lead.network.has_dropout or any(batch is None for batch in data):
         return None
     kinds = {(type(learner), learner.definition.adaptation) for learner in learners}
-    sizes = {str(tree_map(lambda leaf: leaf.shape, pair)) for pair in zip(data, xs, strict=True)}
+    ways = [learner.memory.current_classes() if learner.task is not None else None for learner in learners]
+    sizes = {
+        str(tree_map(lambda leaf: leaf.shape, group))
+        for group in zip(data, xs, (() if one is None else one for one in ways), strict=True)
+    }
     if len(kinds) > 1 or len(sizes) > 1 or not all(lead.network.is_like(learner.network) for learner in learners[1:]):
         return None
     params = lead.definition.objective.layout.named(torch.stack([learner.state.flat for learner in learners]))

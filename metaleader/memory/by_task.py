@@ -93,7 +93,7 @@ class TaskBuffer:
         kept = self.limits.kept(number, 0 if entry is None else entry.count, sum(observed), num, most)
         more = Needed(entry, task, len(kept.added) - kept.dropped, self.limits.in_all(bytes_of(batch)))
         make_room(entries, self.weights, self.limits, more)
-        stored = batch if len(kept.stored) == num else rows(batch, torch.from_numpy(kept.stored))
+        stored = batch if np.array_equal(kept.stored, range(num)) else rows(batch, torch.from_numpy(kept.stored))
         added = self.store.append(stored, number, task is None) if len(kept.stored) else range(0)
         entries.add(entry, task, kept, added, num)
 

@@ -139,22 +139,21 @@ class Images:
             limits: of memory.
             most: the number of images kept of a class; None for all.
         """
-        counts = {number: classes.count(number) for number in dict.fromkeys(classes)}
+        # In the order of their last images: the same however images are divided into calls.
+        counts = {number: classes.count(number) for number in reversed(dict.fromkeys(reversed(classes)))}
         admitted = list(range(len(classes)))
         if most is not None:
             admitted = []
             for number, num in counts.items():
-                old, observed = self.of_class(number), self.observed.get(number, 0)
-                key = number % 2**64
+                old, observed, key = self.of_class(number), self.observed.get(number, 0), number % 2**64
                 fewer = limits.merged(key, [len(old)], [max(observed, len(old))], most) if len(old) else None
                 if fewer is not None:
                     self.drop(np.delete(old, fewer).tolist())
                     old = old[fewer]
-                kept = limits.kept(key, len(old), observed, num, most)
-                self.drop(old[: kept.dropped].tolist())
-                self.drop(old[kept.replaced].tolist())
+                kept = limits.kept_in_order(key, len(old), observed, num, most)
+                self.drop(np.delete(old, kept[kept < len(old)]).tolist())
                 new = np.flatnonzero(np.asarray(classes) == number)
-                admitted += new[kept.stored].tolist()
+                admitted += new[kept[kept >= len(old)] - len(old)].tolist()
         self.count(counts)
         return sorted(admitted)
 

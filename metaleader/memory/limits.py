@@ -2,7 +2,8 @@
 
 A reservoir keeps a uniform random sample of all datapoints of a task (algorithm R): datapoint j, counted from 0, is
 kept if a uniform number times j + 1 is below the size of the reservoir, in place of the datapoint at that position. The
-random numbers depend on the seed, the task and the number of its datapoints so far.
+random number of a datapoint depends on the seed, the task and j. The sample is therefore the same however the
+datapoints are divided into calls: a run that is resumed observes those of a task at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from metaleader.tasks import rng
 _TASKS_IN_BYTES = 2
 # An update needs two datapoints of a task.
 _FEWEST = 2
+# The numbers that one step of Philox makes
+_PHILOX = 4
 
 
 class Kept(NamedTuple):
@@ -111,8 +114,8 @@ class Limits:
         added = list(range(min(room, new)))
         size, replaced = count + len(added), dict[int, int]()
         arriving = np.arange(len(added), new)
-        places = rng("reservoir", self.seed, number, observed).random(new)[arriving] * (observed + arriving + 1)
-        for j, place in zip(arriving.tolist(), places.astype(np.int64).tolist(), strict=True):
+        places = self.places(number, observed, new)[arriving]
+        for j, place in zip(arriving.tolist(), places.tolist(), strict=True):
             if place < count:
                 replaced[place] = j
             elif place < size:
@@ -122,6 +125,28 @@ class Limits:
             np.array(list(replaced.values()), dtype=np.int64),
         )
         return Kept(0, positions, replacing, np.array(added, dtype=np.int64))
+
+    def kept_in_order(self, number: int, count: int, observed: int, new: int, most: int) -> np.ndarray:
+        """The positions, among those of before and then the new ones, of what a class keeps; a new one is the last."""
+        if not self.reservoir:
+            return np.arange(max(0, count + new - most), count + new)
+        kept = list(range(count))
+        for j, place in enumerate(self.places(number, observed, new).tolist()):
+            if len(kept) < most and len(kept) == observed + j:
+                kept.append(count + j)
+            elif place < len(kept):
+                del kept[place]
+                kept.append(count + j)
+        return np.array(kept, dtype=np.int64)
+
+    def places(self, number: int, observed: int, new: int) -> np.ndarray:
+        """For each of the datapoints after the first `observed`, a uniform integer up to the number of those before."""
+        words = np.random.SeedSequence([*b"reservoir", self.seed, number])
+        stream = np.random.Philox(words)
+        stream.advance(observed // _PHILOX)
+        skipped = observed % _PHILOX
+        uniform = np.random.Generator(stream).random(skipped + new)[skipped:]
+        return (uniform * np.arange(observed + 1, observed + new + 1)).astype(np.int64)
 
     def merged(
         self, number: int, counts: Sequence[int], observed: Sequence[int], most: int | None

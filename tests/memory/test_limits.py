@@ -13,7 +13,7 @@ from metaleader.checks.trees import differences
 from metaleader.memory.by_class import ClassBuffer
 from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.limits import Limits
-from metaleader.tasks import Batch, rng
+from metaleader.tasks import Batch
 
 ROW = 16  # bytes: two integers
 NAMES = ["a", "b", "c", "d"]
@@ -155,6 +155,10 @@ def test_a_reservoir_continues_from_its_state(limits: dict[str, int], calls: lis
     buffer = play(TaskBuffer(limits=made), Lists(**limits), calls)
     plain = [("none", "", 0) if call[0] in ("reload", "refused") else call for call in calls]
     assert not differences(buffer.state_dict(), play(TaskBuffer(limits=made), Lists(**limits), plain).state_dict())
+    observed = {(n or "open", first) for first, (k, n, num) in enumerate(calls, 1) if k in ("task", "round")}
+    for name in buffer.sizes():
+        owners = {(name, value // 10) for value in values(buffer.named(name))}
+        assert owners <= observed | {(name, first) for key, first in observed if key == "open"}
     other = TaskBuffer(limits=made)
     other.load_state_dict(buffer.state_dict())
     for one in (buffer, other):
@@ -165,14 +169,14 @@ def test_a_reservoir_continues_from_its_state(limits: dict[str, int], calls: lis
     assert all(len(values(buffer.named(name))) == size for name, size in buffer.sizes().items())
 
 
-def algorithm_r(count: int, observed: int, num: int, most: int, uniform: Sequence[float]) -> list[int]:
+def algorithm_r(count: int, observed: int, num: int, most: int, places: Sequence[int]) -> list[int]:
     """One datapoint after the other: those kept are 0 .. count - 1, new ones -1, -2, ..."""
     kept = list(range(count))
     for j in range(num):
         if len(kept) < most and observed + j == len(kept):
             kept.append(-1 - j)
         else:
-            place = int(uniform[j] * (observed + j + 1))
+            place = places[j]
             if place < len(kept):
                 kept[place] = -1 - j
     return kept
@@ -188,8 +192,18 @@ def test_a_reservoir_is_algorithm_r(count: int, more: int, num: int, most: int, 
         found[place] = -1 - new
     found += [-1 - new for new in kept.added.tolist()]
     assert kept.dropped == 0
-    uniform = rng("reservoir", seed, 7, observed).random(num).tolist()
-    assert found == algorithm_r(count, observed, num, most, uniform)
+    places = Limits(seed=seed).places(7, observed, num).tolist()
+    assert found == algorithm_r(count, observed, num, most, places)
+
+
+@given(st.integers(0, 30), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**20))
+def test_the_places_of_datapoints_do_not_depend_on_the_calls(observed: int, sizes: list[int], seed: int) -> None:
+    limits, parts, at = Limits(seed=seed), list[int](), observed
+    for size in sizes:
+        parts += limits.places(3, at, size).tolist()
+        at += size
+    assert parts == limits.places(3, observed, sum(sizes)).tolist()
+    assert all(0 <= place <= observed + j for j, place in enumerate(parts))
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -348,7 +362,7 @@ def test_images_of_each_class(most: int | None, total: int | None, calls: list[t
             assert not differences(before, buffer.state_dict())
             continue
         feed(buffer, ways, numbers, labels, numbers)
-        for label in range(min(num, 2)):
+        for label in sorted(set(labels), key=lambda label: labels[::-1].index(label), reverse=True):
             one = ways[label]
             expected[one] = (expected.pop(one, []) + numbers[label::2])[-in_class:]
         while total is not None and sum(map(len, expected.values())) > total:
@@ -413,3 +427,27 @@ def test_tasks_with_several_numbers_of_classes() -> None:
     assert draw is not None
     assert draw.classes is not None
     assert draw.classes.shape == (3, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_datapoints": 4}, {"max_datapoints": 4, "reservoir": True}, {"max_bytes": 40 * ROW}]
+)
+@given(sizes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=6))
+def test_data_that_comes_at_once_is_kept_as_in_reveals(limits: dict[str, Any], sizes: list[list[int]]) -> None:
+    """A run that is resumed observes the data of every round at once."""
+    pairs = [(TaskBuffer(limits=Limits(**limits)), ClassBuffer(limits=Limits(**limits))) for _ in range(2)]
+    for t, reveals in enumerate(sizes):
+        for (by_task, by_class), nums in zip(pairs, (reveals, [sum(reveals)]), strict=True):
+            by_task.begin(str(t))
+            by_class.begin(str(t), [t % 5, (t + 2) % 5])
+            first = 100 * t
+            for num in nums:
+                for buffer in (by_task, by_class):
+                    buffer.mark()
+                by_task.append(batch(first, num))
+                labels = torch.tensor([(n * 7 // 3) % 2 for n in range(first, first + num)])
+                by_class.append(Batch(torch.arange(first, first + num)[:, None], labels))
+                first += num
+    (tasks, classes), (other_tasks, other_classes) = pairs
+    assert not differences(tasks.state_dict(), other_tasks.state_dict())
+    assert not differences(classes.state_dict(), other_classes.state_dict())

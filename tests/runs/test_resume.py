@@ -114,9 +114,19 @@ def test_after_a_stop_at_any_write_step_the_result_is_the_same(preset, methods, 
     assert tiny.results(tmp_path / "other") != whole
 
 
-def test_every_method_goes_on_from_the_middle(presets, tmp_path, monkeypatch):
-    names = ("ftml", "ftml-last", "ftl", "toe", "scratch")
-    run_experiment(RunOptions("tiny", names, seeds=2), tmp_path / "whole")
+@pytest.mark.parametrize(
+    ("preset", "names", "limits"),
+    [
+        ("tiny", ("ftml", "ftml-last", "ftl", "toe", "scratch"), ()),
+        ("tiny", ("ftml", "ftl", "toe"), ("max_datapoints=3", "reservoir=true")),
+        ("tiny", ("ftml", "toe"), ("max_bytes=96",)),
+        ("tiny-nway", ("ftml", "toe"), ("max_datapoints=4", "reservoir=true")),
+    ],
+)
+def test_every_method_goes_on_from_the_middle(preset, names, limits, presets, tmp_path, monkeypatch):
+    settings = tuple(f"{name}.{limit}" for name in names for limit in limits)
+    run = RunOptions(preset, names, seeds=2, set=settings)
+    run_experiment(run, tmp_path / "whole")
     original, starts = runner.play_together, []
 
     def stopping(*arguments, **options):
@@ -127,12 +137,12 @@ def test_every_method_goes_on_from_the_middle(presets, tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner, "play_together", stopping)
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(RunOptions("tiny", names, seeds=2), tmp_path / "run")
+        run_experiment(run, tmp_path / "run")
     for _ in names[1:]:
         with pytest.raises(KeyboardInterrupt):
             resume_experiment(tmp_path / "run")
     resume_experiment(tmp_path / "run")
-    assert starts == [0, 1, 1, 2] * 5
+    assert starts == [0, 1, *range(1, PRESETS[preset]("standard").tasks)] * len(names)
     assert tiny.results(tmp_path / "run") == tiny.results(tmp_path / "whole")
 
 
