@@ -168,7 +168,9 @@ class Ledger:
             learner.observe(call.x, call.y, task=call.task, update=False)
             return
         # As `observe` does, without the checks that were made before the call was recorded.
-        batch = Batch(*tree_map(lambda leaf: leaf.to(learner.device), (call.x, call.y)))
+        batch = Batch(call.x, call.y)
+        if learner.device.type != "cpu":
+            batch = tree_map(lambda leaf: leaf.to(learner.device), batch)
         with learner.locks.changing, learner.locks.reading:
             mark = learner.memory.mark()
             try:

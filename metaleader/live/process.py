@@ -102,6 +102,8 @@ class UpdateProcess:
             worker.send(self._channel, worker.request_of(learner, state, prepared.steps, prepared.batches))
         except OSError:
             raise EndedError(self._end()) from None
+        except ValueError as error:  # data of a kind that no file of safetensors holds
+            raise RefusedError(f"cannot be sent the data: {error}") from error
         found = self.answer()
         if "failed" in found:
             raise FailedUpdate

@@ -16,7 +16,6 @@ from metaleader.learners.learner import Learner
 from metaleader.learners.optimizer import State
 from metaleader.live import factories, worker
 from metaleader.live.process import EndedError, RefusedError, UpdateProcess
-from metaleader.live.settings import settings_of
 from metaleader.live.update import PreparedUpdate
 
 _log = logging.getLogger("metaleader")
@@ -61,7 +60,7 @@ class Runner:
                 self._request = {"factory": factories.described(factory), "threads": torch.get_num_threads()}
             except ValueError as error:
                 self.reason = f"the function that builds the learner cannot be called by another process: {error}"
-        self._expected = {} if self.reason else {"settings": settings_of(learner), "code": factories.code_of(learner)}
+        self._expected = {} if self.reason else worker.facts_of(learner)
         if mode == "process":
             if self.reason is None:
                 self._start()

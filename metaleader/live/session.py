@@ -93,6 +93,7 @@ class Session:
         self._together = Together(opened.ledger.learner)
         self._writer = Writer(opened.journal, opened.codec, opened.ledger, lambda: self._updater.wake())
         self._updater = Updater(self.folder, opened, self._writer, runner, share)
+        self._updater.start()
         atexit.register(self.close)
 
     def __enter__(self) -> Self:

@@ -52,6 +52,9 @@ class Updater:
         self._changed = threading.Condition()
         self._busy = self._closing = False
         self._thread = threading.Thread(target=self._loop, name="metaleader updates", daemon=True)
+
+    def start(self) -> None:
+        """Begin with the updates that are due."""
         self._thread.start()
 
     def wake(self) -> None:

@@ -8,6 +8,7 @@ connection, or with the process that started it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import threading
@@ -55,7 +56,7 @@ def main(number: int, parent: int) -> None:
         except Exception as error:
             send(channel, {"error": f"{type(error).__name__}: {error}"})
             return
-        send(channel, {"settings": settings_of(learner), "code": factories.code_of(learner)})
+        send(channel, facts_of(learner))
         while True:
             send(channel, answer(learner, receive(channel)))
 
@@ -72,10 +73,19 @@ def _built(request: dict[str, Any]) -> Learner:
     return factories.restored(request["factory"])()
 
 
+def facts_of(learner: Learner) -> dict[str, Any]:
+    """Everything in which the learners of both processes must agree."""
+    network = learner.network
+    buffers = {name: value for name, value in network.module.named_buffers() if name not in network.frozen}
+    digest = hashlib.sha256(tree_to_bytes(buffers, _KIND, _VERSION)).hexdigest()
+    return {"settings": settings_of(learner), "code": factories.code_of(learner), "buffers": digest}
+
+
 def answer(learner: Learner, request: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request for updates."""
     if request["state"] is not None:
         learner.state = state_of_tree(learner, request["state"])
+        learner.network.set_frozen(request["frozen"])
     try:
         learner.state = state_after(learner, learner.state, request["steps"], _batches_of_tree(request["batches"]))
     except FailedUpdate:
@@ -92,6 +102,7 @@ def request_of(learner: Learner, state: State | None, steps: int, batches: Gathe
     """The message that asks for updates; without a state, they continue from those made last."""
     return {
         "state": None if state is None else tree_of_state(learner, state),
+        "frozen": {} if state is None else learner.network.frozen_params(),
         "steps": steps,
         "batches": [{"kind": type(batch).__name__, "values": tuple(batch)} for batch in batches],
     }

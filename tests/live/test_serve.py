@@ -258,6 +258,7 @@ def test_metrics(tmp_path):
         state, value = service.source.status(), {n: f.samples[0].value for n, f in families.items() if f.samples}
         for name, key in (
             ("staleness_observations", "behind"),
+            ("staleness_seconds", "staleness"),
             ("journal_lag", "journal_lag"),
             ("disk_bytes", "bytes"),
         ):

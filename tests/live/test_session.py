@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from metaleader.live.calls import Observe, Update
 from metaleader.live.errors import ConflictError, UnknownPredictionError
 from metaleader.live.session import Session
 from metaleader.live.update import PreparedUpdate
+from metaleader.live.updater import Updater
 
 
 @pytest.fixture(params=["background", "inline"])
@@ -75,6 +77,23 @@ def test_background_updates_do_not_exclude_calls(tmp_path):
     updates = [call for call in calls(tmp_path / "a") if isinstance(call, Update)]
     assert updates
     assert not any(update.exclusive for update in updates)
+
+
+def test_updates_are_due_when_a_folder_is_opened(tmp_path, monkeypatch):
+    with Session(tmp_path / "a", make, updates="thread") as session, session._updater.paused():
+        session.observe(*batch(0), task="a")
+        shutil.copytree(tmp_path / "a", tmp_path / "killed")
+    init = Updater.__init__
+
+    def slow(self, *arguments):  # a machine that is busy just then
+        init(self, *arguments)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(Updater, "__init__", slow)
+    with Session(tmp_path / "killed", make, updates="thread") as session:
+        assert session.wait(60)
+        assert session.learner.step == 2
+        session.observe(*batch(1), task="a")
 
 
 @pytest.mark.parametrize("build", [make_head, make_sizes])

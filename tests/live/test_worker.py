@@ -44,6 +44,23 @@ def make_adamw():
     return make(optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.1))
 
 
+class Frozen(torch.nn.Module):
+    """Random features, which differ from one module to the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = torch.nn.Linear(2, 4).requires_grad_(False)
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.features(x)))
+
+
+def make_frozen():
+    torch.seed()
+    return FTML(Frozen(), losses.squared_error, inner_lr=0.01, inner_steps=1, meta_steps=2, support=2, query=2)
+
+
 def fill(learner, i=0):
     for j in range(i, i + 6):
         x, y = batch(j)
@@ -62,7 +79,7 @@ def sent(tree):
     return found
 
 
-@pytest.mark.parametrize("build", [make, make_head, make_sizes, make_pairs, make_adamw])
+@pytest.mark.parametrize("build", [make, make_head, make_sizes, make_pairs, make_adamw, make_frozen])
 def test_messages_give_the_same_bits(build):
     learner, other = build(), build()
     state = learner.state
@@ -102,6 +119,27 @@ def test_the_end_of_a_connection():
             worker.receive(theirs)
 
 
+class Buffered(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.rand(1))
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.scale * self.layer(x)
+
+
+def test_buffers_must_be_the_same():
+    def facts(module):
+        return worker.facts_of(FTML(module, losses.squared_error, inner_lr=0.01, inner_steps=1, support=2))
+
+    module = Buffered()
+    assert facts(module) == facts(module)
+    differing = [name for name, value in facts(module).items() if value != facts(Buffered())[name]]
+    assert differing == ["buffers"]
+    assert facts(Frozen())["buffers"] == facts(Frozen())["buffers"]  # messages hold frozen parameters
+
+
 # The choice between a thread and a process, with a process that is made up.
 
 
@@ -123,7 +161,7 @@ class Fake:
     def answer(self, timeout=None):
         if self.error is not None:
             raise self.error
-        return self.greeting or {"settings": runner.settings_of(self._learner), "code": {}}
+        return self.greeting or worker.facts_of(self._learner)
 
     def run(self, learner, prepared):
         assert not self.closed
@@ -185,7 +223,7 @@ def test_a_process_that_ends_is_started_again(fake, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("greeting", "error", "reason"),
     [
-        ({"settings": {}, "code": {}}, None, "the process has another learner; these differ: settings"),
+        ({"settings": {}, "code": {}}, None, "the process has another learner; these differ: settings, buffers"),
         (None, RefusedError("failed: ImportError: x"), "the process failed: ImportError: x"),
         (None, EndedError("ended with status 1"), "the process ended with status 1"),
     ],

@@ -20,13 +20,19 @@ _GAUGES = {
     "memory_bytes": "Bytes of the datapoints in memory.",
     "updates_due": "Updates that are due.",
     "behind": "Staleness: observations that no update of the parameters has used.",
+    "staleness": "Staleness: the age of the oldest observation that the parameters do not include, in seconds.",
     "journal_lag": "Calls that are not written to the journal yet.",
     "record": "The last record of the journal.",
     "checkpoint": "The last record that the parameters on disk include.",
     "bytes": "Bytes of the folder on disk.",
     "age": "Seconds since a replica has last read the journal.",
 }
-_NAMES = {"behind": "staleness_observations", "bytes": "disk_bytes", "age": "replica_age_seconds"}
+_NAMES = {
+    "behind": "staleness_observations",
+    "staleness": "staleness_seconds",
+    "bytes": "disk_bytes",
+    "age": "replica_age_seconds",
+}
 
 
 class _Status(Protocol):
