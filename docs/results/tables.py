@@ -3,10 +3,11 @@
     python docs/results/tables.py            rewrite the tables in place
     python docs/results/tables.py --check    print the differences and exit with status 1 if there are any
 
-A generated block begins with one of three comments and ends with `<!-- end -->`:
+A generated block begins with one of four comments and ends with `<!-- end -->`:
 
     <!-- claims: RUN -->     the verdicts of `metaleader verify`
     <!-- tuning: RUN -->     the settings in RUN-tuning.jsonl, one per row
+    <!-- regret: FILE -->    the regret in FILE.csv, which `metaleader regret` wrote
     <!-- table: WORDS
     rows: WORDS; ...
     columns: WORDS; ... -->  one cell per row and column
@@ -36,6 +37,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import csv
 import difflib
 import gzip
 import json
@@ -59,7 +61,7 @@ from metaleader.runs.folder import read_records, read_times
 
 RESULTS = Path(__file__).resolve().parent
 PAGES = (*sorted(RESULTS.glob("*.md")), RESULTS.parent.parent / "README.md")
-BLOCK = re.compile(r"(<!-- (table|claims|tuning):(?: |(?=\n))([^>]*?)\s*-->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (table|claims|tuning|regret):(?: |(?=\n))([^>]*?)\s*-->\n)(.*?)(<!-- end -->)", re.DOTALL)
 TIMES = {
     "seconds": lambda rows: f"{sum(row['seconds'] for row in rows):,.0f}",
     "first-round": lambda rows: f"{rows[0]['seconds']:.0f}",
@@ -217,6 +219,42 @@ def tuning(run: str) -> str:
     return markdown(header, [[row[name] for name in header] for row in rows])
 
 
+def regret(name: str) -> str:
+    """The regret after the last round, against the comparator of each method and against that of the first."""
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    first, last = rows[0]["method"], max(int(row["round"]) for row in rows)
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        for column in ("loss", "static_loss", "static_converged"):
+            sums.setdefault((row["method"], column, row["seed"]), []).append(float(row[column]))
+    has_dynamic = all(row["dynamic_regret"] for row in rows)
+    table_rows = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        seeds = [seed for one, column, seed in sums if (one, column) == (method, "loss")]
+        total, own, common = (
+            np.array([sum(sums[key, column, seed]) for seed in seeds])
+            for key, column in ((method, "loss"), (method, "static_loss"), (first, "static_loss"))
+        )
+        values = [total / (last + 1), own / (last + 1), total - own, total - common]
+        estimates = zip(map(over_seeds, values), (3, 3, 1, 1), strict=True)
+        cells = [f"{mean:.{digits}f} ± {error:.{digits}f}" for (mean, error), digits in estimates]
+        if has_dynamic:
+            final = [float(r["dynamic_regret"]) for r in rows if (r["method"], int(r["round"])) == (method, last)]
+            mean, error = over_seeds(np.array(final))
+            cells.append(f"{mean:.1f} ± {error:.1f}")
+        flags = [flag for seed in seeds for flag in sums[method, "static_converged", seed][:1]]
+        table_rows.append([label(method), *cells, f"{sum(flags):.0f} of {len(flags)}"])
+    header = [
+        "method",
+        "mean loss",
+        "mean loss of its comparator",
+        f"R({last + 1})",
+        f"against {label(first)}'s comparator",
+    ]
+    return markdown([*header, *(["dynamic regret"] if has_dynamic else []), "converged"], table_rows)
+
+
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     return "".join(f"| {' | '.join(row)} |\n" for row in (header, *rows)).replace(
@@ -226,14 +264,14 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def render(page: str) -> str:
     """A page with its generated blocks computed anew; ValueError for a block without an end."""
-    if len(re.findall("<!-- (?:table|claims|tuning):", page)) != len(BLOCK.findall(page)):
+    if len(re.findall("<!-- (?:table|claims|tuning|regret):", page)) != len(BLOCK.findall(page)):
         raise ValueError("every generated block needs an <!-- end -->")
 
     def block(match: re.Match[str]) -> str:
         start, kind, specification, body, end = match.groups()
         if kind == "table":
             return f"{start}{table(specification, body)}{end}"
-        return f"{start}{(claims if kind == 'claims' else tuning)(specification)}{end}"
+        return f"{start}{({'claims': claims, 'tuning': tuning, 'regret': regret}[kind])(specification)}{end}"
 
     return BLOCK.sub(block, page)
 

@@ -1,5 +1,6 @@
 """The results pages: tables, figures and numbers come from the published records."""
 
+import csv
 import importlib.util
 import json
 import re
@@ -174,3 +175,17 @@ def test_fewer_tasks_are_the_first_of_more(make, tmp_path, monkeypatch):
         records.append([line for line in lines if ",online,1," not in line])
     assert len(records[0]) > 2
     assert records[0] == records[1]
+
+
+def test_the_table_of_regret_is_that_of_the_file():
+    """R(T) is the last regret of the file; against the first method's comparator, it is by hand."""
+    with (DOCS / "results" / "regret-sinusoid.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    _, _, *lines = tables.regret("regret-sinusoid").splitlines()
+    for line, method in zip(lines, ("ftml", "ftl", "toe"), strict=True):
+        own = [float(row["static_regret"]) for row in rows if (row["method"], row["round"]) == (method, "19")]
+        losses = sum(float(row["loss"]) for row in rows if row["method"] == method)
+        common = sum(float(row["static_loss"]) for row in rows if row["method"] == "ftml")
+        cells = line.split("|")
+        assert cells[4].split()[0] == f"{np.mean(own):.1f}"
+        assert cells[5].split()[0] == f"{(losses - common) / 3:.1f}"
