@@ -8,6 +8,7 @@
 - A clock that goes backwards: the state is that of a learner that made the calls itself.
 
 MOST bounds the tries of each kind; without it, every system call and every sector is tried, and 1,000 bits per file.
+The last line counts.
 """
 
 import contextlib
@@ -44,6 +45,12 @@ def made(folder):
     return folder / "killed", folder / "open", session.learner
 
 
+def show(kind, tally, note=""):
+    """Print a line, and pass the tally on."""
+    print(f"{kind}: {tally}{note}", flush=True)
+    return tally
+
+
 def damaged(folder, expected, what, file, content, tally):
     """Open a folder with a damaged file; it must have the same state, or be refused and repaired."""
     place = folder.with_name("damaged")
@@ -76,7 +83,7 @@ def attack_files(folder, most):
     """Flip bits in, and tear pages of, every file."""
     (folder / "files").mkdir()
     source, closed, expected = made(folder / "files")
-    draw = random.Random(0)
+    draw, total = random.Random(0), Tally()
     files = [*sorted(path for path in source.iterdir() if path.stat().st_size), closed / "journal.sqlite"]
     for kind in ("flipped bits", "torn pages"):
         for file in files:
@@ -94,9 +101,8 @@ def attack_files(folder, most):
                     end = min((at // PAGE + 1) * PAGE, len(content))
                     changed[at:end] = bytes(end - at)
                 refused += damaged(file.parent, expected, f"{kind} at {at}", file.name, changed, tally) == "refused"
-            print(
-                f"{kind} in {file.name}: {tally}; {refused} refused and repaired, the others have no effect", flush=True
-            )
+            total += show(f"{kind} in {file.parent.name} {file.name}", tally, f"; {refused} refused and repaired")
+    return total
 
 
 def attack_lock(folder, tries):
@@ -116,7 +122,7 @@ def attack_lock(folder, tries):
                     os._exit(status)
             status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
             tally.note(f"opening {number}", None if status == 0 else f"status {status}")
-    print(f"a second process: {tally}", flush=True)
+    return show("a second process", tally)
 
 
 def attack_clock(folder):
@@ -146,7 +152,7 @@ def attack_clock(folder):
             tally.note(f"a clock that goes backwards, {mode}", None if same and not again else "another state")
     finally:
         time.time = real
-    print(f"a clock that goes backwards: {tally}", flush=True)
+    return show("a clock that goes backwards", tally)
 
 
 def plain_learner_of(folder):
@@ -159,13 +165,15 @@ def main(folder, most):
     logging.getLogger("metaleader").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     folder.mkdir(parents=True)
-    target = faults._session(folder / "session")
+    target, total = faults._session(folder / "session"), Tally()
     for action, name in zip(faults.ACTIONS, ("EIO", "full disk", "kill", "kill in a write"), strict=True):
         found = faults.attack("session", target, (action,), most)
-        print(f"{name} at a system call: {found}", flush=True)
-    attack_files(folder, most)
-    attack_lock(folder, min(most or 100, 100))
-    attack_clock(folder)
+        total += show(f"{name} at a system call", found)
+    total += attack_files(folder, most)
+    total += attack_lock(folder, min(most or 100, 100))
+    total += attack_clock(folder)
+    print(total)
+    return 1 if total.failures else 0
 
 
 if __name__ == "__main__":
@@ -178,4 +186,4 @@ if __name__ == "__main__":
             sys.exit(
                 subprocess.run([sys.executable, *sys.argv], env={**os.environ, "LD_PRELOAD": str(library)}).returncode
             )
-    main(place / "attacked", bound)
+    sys.exit(main(place / "attacked", bound))
