@@ -55,12 +55,13 @@ class Runner:
         self._is_new = False  # whether the process is being started
         self.reason = 'updates="thread"' if mode == "thread" else _obstacle(learner)
         self._request: dict[str, Any] = {}
+        self._expected: dict[str, Any] = {}
         if self.reason is None:
             try:
                 self._request = {"factory": factories.described(factory), "threads": torch.get_num_threads()}
-            except ValueError as error:
+                self._expected = worker.facts_of(learner)
+            except (ValueError, OSError) as error:
                 self.reason = f"the function that builds the learner cannot be called by another process: {error}"
-        self._expected = {} if self.reason else worker.facts_of(learner)
         if mode == "process":
             if self.reason is None:
                 self._start()
@@ -137,13 +138,18 @@ class Runner:
 
     def _wait_for_start(self) -> None:
         """Wait until the process has built the learner."""
-        if self._process is None:
-            return
-        try:
-            found = self._process.answer(_START_SECONDS)
-        except (EndedError, RefusedError) as error:
-            self._give_up(f"the process {error}")
-            return
+        found = {}
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            if self._process is None:
+                return
+            try:
+                found = self._process.answer(_START_SECONDS)
+                break
+            except (EndedError, RefusedError) as error:
+                if attempts_left == 0 or isinstance(error, RefusedError):
+                    self._give_up(f"the process {error}")
+                    return
+            self._start()
         if found != self._expected:
             names = [name for name in self._expected if found.get(name) != self._expected[name]]
             self._give_up(f"the process has another learner; these differ: {', '.join(names)}")

@@ -221,20 +221,20 @@ def test_a_process_that_ends_is_started_again(fake, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("greeting", "error", "reason"),
+    ("greeting", "error", "reason", "starts"),
     [
-        ({"settings": {}, "code": {}}, None, "the process has another learner; these differ: settings, buffers"),
-        (None, RefusedError("failed: ImportError: x"), "the process failed: ImportError: x"),
-        (None, EndedError("ended with status 1"), "the process ended with status 1"),
+        ({"settings": {}, "code": {}}, None, "the process has another learner; these differ: settings, buffers", 1),
+        (None, RefusedError("failed: ImportError: x"), "the process failed: ImportError: x", 1),
+        (None, EndedError("ended with status 1"), "the process ended with status 1", 3),
     ],
 )
-def test_a_process_that_cannot_be_used(greeting, error, reason, fake, tmp_path, caplog):
+def test_a_process_that_cannot_be_used(greeting, error, reason, starts, fake, tmp_path, caplog):
     fake.greeting, fake.error = greeting, error
     learner = make()
     chosen = Runner(tmp_path, learner, make, "background")
     run(learner, chosen)
     run(learner, chosen)
-    assert (chosen.pid, chosen.reason, fake.started) == (None, reason, 1)
+    assert (chosen.pid, chosen.reason, fake.started) == (None, reason, starts)
     assert f"from now on updates run in a thread: {reason}" in caplog.text
     with pytest.raises(ValueError, match=re.escape(f'updates="process" is not possible: {reason}')):
         Runner(tmp_path, make(), make, "process")
