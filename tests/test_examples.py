@@ -189,3 +189,27 @@ def test_the_belief_of_changepoints_is_the_sum_over_all_segmentations():
     total = sum(expected.values())
     assert learner.belief == {number: pytest.approx(value / total, rel=1e-4) for number, value in expected.items()}
     assert max(learner.belief, key=learner.belief.__getitem__) == 2
+
+
+def test_the_coloured_seven(capsys):
+    from examples import coloured_seven
+
+    *past, new = coloured_seven.tasks(0, num=3)
+    assert [set(task.train.y.tolist()) == {7} for task in (*past, new)] == [False, False, False, True]
+    background = [task.train.x[:, :, 0, 0].unique(dim=0) for task in (*past, new)]
+    assert all(len(colour) == 1 for colour in background)
+    always_seven = lambda x: torch.eye(10)[torch.full((len(x),), 7)]  # noqa: E731
+    assert coloured_seven.measured(always_seven, new.test) == (0.0, 1.0)
+    made = coloured_seven.learners(0, 1)
+    learner = made["FTML, one class"]
+    found, expected = (one.task_gradient(one.params, new.train, past[0].train) for one in (learner, made["FTML"]))
+    torch.testing.assert_close(found, expected)  # a support set of one class is used as it is
+    other, _ = learner.task_gradient(learner.params, past[1].train, past[0].train)
+    assert other != made["FTML"].task_gradient(learner.params, past[1].train, past[0].train)[0]
+    for task in past:
+        learner.begin(task.name)
+        learner.observe(*task.train)
+    assert learner.step == 3
+    rows = coloured_seven.main(seeds=1, updates=1, num=2)
+    assert list(rows) == ["FTML", "FTML, one class", "FTL", "TOE"]
+    assert "taken for 7" in capsys.readouterr().out
