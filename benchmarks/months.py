@@ -2,7 +2,8 @@
 
 Customers are drawn at random, more of them than are kept. After every 10,000 observations a row is added to
 FOLDER/months.csv: latencies, memory, bytes on disk, and processor time. Stopped at any moment, it continues when it is
-started again. `--limits none` keeps everything, for comparison.
+started again. `--limits none` keeps everything, for comparison. When all observations are made, the files are
+compacted, with the time to open them before and after. `--figure FILE` draws the table.
 """
 
 from __future__ import annotations
@@ -92,6 +93,45 @@ def chunk_of(session: ml.Session, first: int, num: int) -> dict[str, Any]:
     }
 
 
+def compact(folder: Path, limits: str) -> dict[str, Any]:
+    """Compact the files of a session; seconds, and the bytes and the seconds to open before and after."""
+    found: dict[str, Any] = {}
+    for moment in ("before", "after"):
+        start = time.perf_counter()
+        with ml.Session(folder, functools.partial(build, limits)) as session:
+            found[f"opened {moment} s"] = round(time.perf_counter() - start, 2)
+            found[f"MB {moment}"] = round(session.status()["bytes"] / 2**20, 1)
+            start = time.perf_counter()
+            if moment == "before":
+                session.compact()
+                found["compacted s"] = round(time.perf_counter() - start, 2)
+    return found
+
+
+def draw(table: Path, file: Path) -> None:
+    """Draw latencies and memory over the observations."""
+    from matplotlib.figure import Figure
+
+    rows = list(csv.DictReader(table.open()))
+    observations = np.array([int(row["observations"]) for row in rows])
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, style in (("observe p50 ms", "-"), ("observe p99 ms", ":"), ("predict p50 ms", "--")):
+        left.plot(observations, [float(row[name]) for row in rows], style, color="black", lw=1, label=name[:-3])
+    left.set(xlabel="observations", ylabel="milliseconds", yscale="log")
+    left.set_ylim(0.2, 500)
+    left.legend(fontsize=8, loc="upper center", ncols=3, columnspacing=1, handlelength=1.5)
+    for name, style in (("RSS MB", "-"), ("journal MB", ":"), ("data MB", "--")):
+        label = {"RSS MB": "resident memory", "journal MB": "journal on disk", "data MB": "datapoints kept"}[name]
+        right.plot(observations, [float(row[name]) for row in rows], style, color="black", lw=1, label=label)
+    right.set(xlabel="observations", ylabel="MB", ylim=(0, None))
+    right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f}k" if value else "0")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=150)
+
+
 def main() -> None:
     """Observe up to the number asked for."""
     parser = argparse.ArgumentParser()
@@ -99,10 +139,14 @@ def main() -> None:
     parser.add_argument("--observations", type=int, default=1_000_000)
     parser.add_argument("--limits", choices=list(LIMITS), default="newest")
     parser.add_argument("--share", type=float, default=0.2)
+    parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.folder.mkdir(parents=True, exist_ok=True)
     table = options.folder / "months.csv"
+    if options.figure is not None:
+        draw(table, options.figure)
+        return
     rows = list(csv.DictReader(table.open())) if table.exists() else []
     first = int(rows[-1]["observations"]) if rows else 0
     start = time.perf_counter()
@@ -117,6 +161,7 @@ def main() -> None:
             writer.writerow(row)
             file.flush()
             print(row, flush=True)
+    print(compact(options.folder / "session", options.limits))
 
 
 if __name__ == "__main__":

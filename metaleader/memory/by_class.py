@@ -253,11 +253,11 @@ class ClassBuffer:
     def mark(self) -> tuple[Any, ...]:
         """Make all changes so far permanent, and return this point for `rollback`."""
         self.store.release(self._images.freed())
-        moved = self._images.compacted()
+        moved = self._images.moved()
         if moved is not None:
-            # D_t has no image that was dropped.
-            self._round = moved[self._round].tolist() if self._round else []
-            self._round_start = int((moved[: self._round_start] >= 0).sum())
+            # D_t has no image that was dropped. One call: an interrupt comes before or after it.
+            opened, start = moved[self._round].tolist() if self._round else [], moved[: self._round_start] >= 0
+            vars(self).update(_images=self._images.kept_part(), _round=opened, _round_start=int(start.sum()))
         return self.point()
 
     def point(self) -> tuple[Any, ...]:

@@ -271,7 +271,7 @@ class Entries:
 
     def _free(self, rows: np.ndarray) -> None:
         """Count rows as those of no entry."""
-        self._undo.append(self.freed.pop)
+        self._undo.append(lambda: self.freed.pop() if self.freed and self.freed[-1] is rows else None)
         self.freed.append(rows)
         self.total -= len(rows)
 

@@ -51,10 +51,11 @@ class Images:
 
     def add(self, classes: Sequence[int], ids: Sequence[int], rows: Sequence[int]) -> None:
         """Add images at the end."""
-        self.position_of |= {name: len(self.ids) + i for i, name in enumerate(ids) if name != UNNAMED}
+        length = len(self.ids)
+        self.ids += ids  # the first, by which `rollback` finds the others
         self.classes += classes
-        self.ids += ids
         self.rows += rows
+        self.position_of |= {name: length + i for i, name in enumerate(ids) if name != UNNAMED}
 
     def count(self, classes: Mapping[int, int]) -> None:
         """Count images as observed, by class."""
@@ -95,14 +96,13 @@ class Images:
         freed, self._freed = np.array(self._freed, dtype=np.int64), []
         return freed
 
-    def compacted(self) -> np.ndarray | None:
-        """Renumber the images kept if many were dropped; returns the new position of each old one, -1 if dropped."""
+    def moved(self) -> np.ndarray | None:
+        """The position in `kept_part` of each image, -1 if it was dropped; None while few were."""
         if not self._dropped or len(self._dropped) < _MAX_DROPPED * len(self.classes):
             return None
         kept = self.kept()
         moved = np.full(len(self.classes), -1)
         moved[kept] = np.arange(len(kept))
-        vars(self).update(vars(self.kept_part()))
         return moved
 
     def kept_part(self) -> Images:

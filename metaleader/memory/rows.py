@@ -91,7 +91,8 @@ class Draw(NamedTuple):
         columns = np.arange(width) % (sizes // groups)[..., None]
         columns = columns[..., None, :] + width * np.arange(groups)[:, None]
         index = torch.from_numpy(columns.reshape(*sizes.shape, -1)).to(self.support.device)
-        support_y = None if self.support_y is None else self.support_y.take_along_dim(index, -1)
+        y = self.support_y
+        support_y = None if y is None else y.take_along_dim(index.to(y.device), -1)
         return self._replace(support=self.support.take_along_dim(index, -1), support_y=support_y)
 
     def to(self, device: torch.device | str) -> Draw:

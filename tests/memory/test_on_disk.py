@@ -125,6 +125,27 @@ def test_n_way_tasks_have_the_same_bits(tmp_path: Path) -> None:
     assert not differences(learners[0].state_dict(), learners[1].state_dict())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [False, True])
+def test_a_learner_on_a_gpu_reads_from_the_disk(classes: bool, tmp_path: Path) -> None:
+    """The draws are on the host, and the rows that they name are moved to the GPU."""
+    found = []
+    for folder in (None, tmp_path):
+        loss = ml.losses.cross_entropy if classes else ml.losses.squared_error
+        one = ml.FTML(
+            lambda: ml.models.mlp(2, 2 if classes else 1, (6,)), loss, device="cuda", engine="eager",
+            meta_steps=3, tasks_per_step=3, support=(2, 4), query=4, max_datapoints=6, data_folder=folder,
+        )  # fmt: skip
+        for i in range(6):
+            x, y = batch(i, rows=4)
+            one.begin(str(i), classes=[i % 4, 4]) if classes else one.begin(str(i))
+            one.observe(x, (y[:, 0] > 0).long() if classes else y)
+            if not classes:
+                one.observe(x, y, task="customer")
+        found.append((one.state.flat.cpu(), one.predict(batch(9)[0]).cpu()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_a_session_with_data_on_the_disk(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
 

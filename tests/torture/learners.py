@@ -50,6 +50,12 @@ MAKE: dict[str, Callable[[], Any]] = {
     "bounded": lambda: ml.FTML(
         _net, ml.losses.squared_error, support=2, query=2, max_tasks=3, optimizer=torch.optim.RMSprop, **INNER, **SIZES
     ),
+    "limited": lambda: ml.FTML(
+        _net, ml.losses.squared_error, support=2, query=2, max_datapoints=3, reservoir=True, **INNER, **SIZES
+    ),
+    "limited n-way": lambda: ml.FTML(
+        _chooser, ml.losses.cross_entropy, support=3, query=3, max_datapoints=2, max_bytes=400, **INNER, **SIZES
+    ),
     "n-way": lambda: ml.FTML(_chooser, ml.losses.cross_entropy, support=3, query=3, **INNER, **SIZES),
 }
 
@@ -57,17 +63,17 @@ MAKE: dict[str, Callable[[], Any]] = {
 def _data(kind: str, seed: int, rows: int = 4) -> tuple[Tensor, Tensor]:
     draw = np.random.default_rng(seed)
     x = torch.from_numpy(draw.standard_normal((rows, 2)).astype(np.float32))
-    if kind == "n-way":
+    if "n-way" in kind:
         return x, torch.arange(rows) % 3
     return x, torch.from_numpy(draw.standard_normal((rows, 1)).astype(np.float32))
 
 
 def _takes_names(kind: str) -> bool:
-    return not kind.startswith("scratch") and kind != "n-way"
+    return not kind.startswith("scratch") and "n-way" not in kind
 
 
 def _classes(kind: str, t: int) -> dict[str, Any]:
-    return {"classes": [t, t + 2, t + 4]} if kind == "n-way" else {}
+    return {"classes": [t, t + 2, t + 4]} if "n-way" in kind else {}
 
 
 def _prepared(kind: str) -> Any:
