@@ -9,13 +9,18 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pytest
+import scipy.optimize
+import torch
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
+from metaleader.losses import cross_entropy, squared_error
 from metaleader.sklearn import MetaClassifier, MetaRegressor
+from metaleader.sklearn.ensemble import Ensemble
+from metaleader.tasks import Batch
 
 SMALL: dict[str, Any] = {"hidden": (8,), "members": 2, "updates": 150, "learning_rate": 0.03}
 
@@ -90,6 +95,42 @@ def test_frames_pipelines_and_scorers() -> None:
     assert len(cross_val_score(MetaRegressor(group="shop", **tiny), frame, y, cv=2)) == 2
     pipeline = make_pipeline(StandardScaler(), MetaRegressor(**tiny)).fit(X, y, metaregressor__groups=g)
     assert pipeline.predict(X).shape == y.shape
+
+
+def ensemble(loss: Any, outputs: int) -> Ensemble:
+    return Ensemble(loss, 2, outputs, hidden=(8,), members=4, updates=1, lr=0.01, seed=0, width=4, tasks=2)
+
+
+def test_the_kinds_of_members() -> None:
+    found = [
+        [(list(m.network.params()), getattr(m.options.adaptation, "only", "")) for m in made._learners]
+        for made in (ensemble(squared_error, 1), ensemble(cross_entropy, 2))
+    ]
+    network, linear = (["hidden.0.weight", "hidden.0.bias", "head.weight", "head.bias"], ["head.weight", "head.bias"])
+    assert found[0] == [(network, None), (network, "bias"), (linear, None), (network, "bias")]
+    assert found[1] == [(network, None), (linear, None)] * 2
+
+
+def test_weights_minimise_the_error_and_the_distance_to_those_of_the_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against another optimiser; members with a large error have hardly any weight, equal ones about the same."""
+    rng, made, groups = np.random.default_rng(0), ensemble(squared_error, 1), 6
+    y, shares = rng.normal(size=60), np.full(60, 1 / 60)
+    noise = rng.normal(size=(4, 60)) * np.array([0.5, 0.5, 0.55, 1.5])[:, None] + 0.3 * rng.normal(size=60)
+    members = {id(m): torch.from_numpy(y + noise[r])[:, None] for r, m in enumerate(made._learners)}
+    target, weight = torch.from_numpy(y)[:, None], torch.from_numpy(shares)
+    monkeypatch.setattr(made, "_predicted", lambda learner, _: (members[id(learner)], target, weight))
+    found = made._best_weights([Batch(target, target)] * groups).numpy()
+    errors = (noise**2 * shares).sum(1)
+    known = errors**-8.0 / (errors**-8.0).sum()
+
+    def objective(w: np.ndarray) -> float:
+        return float(((w @ noise) ** 2 @ shares) + 2 / groups * (known @ errors) * ((w - known) ** 2).sum())
+
+    limits: Any = {"bounds": [(0, 1)] * 4, "constraints": {"type": "eq", "fun": lambda w: w.sum() - 1}}
+    expected = scipy.optimize.minimize(objective, np.full(4, 0.25), tol=1e-12, **limits).x
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    assert found[3] < 0.02
+    assert found[:3].min() > 0.15
 
 
 def test_classes_of_groups() -> None:

@@ -1,12 +1,13 @@
 """An ensemble of learners with closed-form heads, combined by their error on held-out groups.
 
-Every member is an `FTML` learner with `BayesianHead`; half of them have hidden layers, half are linear in the inputs.
-Some groups are held out from training. They choose, for every member, when to stop and how much to adapt (a factor of
-the prior covariance), and the weights of the members.
+Every member is an `FTML` learner with `BayesianHead`: a network whose last layer is adapted, a linear model, or, for
+regression, a network with an offset per group. Some groups are held out from training. They choose, for every member,
+when to stop and how much to adapt (a factor of the prior covariance), and the weights of the members.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,8 +31,9 @@ _WARM_UP, _LAST_LR = 0.3, 0.05
 _TEMPERS = (1.0, 0.3, 0.1, 0.03, 0.01)
 # Noise and outliers differ between groups.
 _DOF = 4.0
-# The weights of the members are drawn towards equal ones, as by this many held-out groups.
-_EQUAL = 2.0
+# The weights of the members are drawn towards weights known beforehand, as by this many held-out groups: equal ones for
+# classes, and for regression those of 1 / error ** 8, equal for members of about the same error.
+_STRENGTH, _POWER = 2.0, 8
 
 
 class _Net(nn.Module):
@@ -84,14 +86,13 @@ class Ensemble:
         tasks: int,
     ) -> None:
         self._updates, self._seed = updates, seed
-        self._head = BayesianHead(dof=_DOF if loss is squared_error else None)
-        engine = Engine("eager")
-        linear = members // 2 if hidden else 0
+        self._regression = loss is squared_error
+        engine, kinds = Engine("eager"), self._member_kinds(tuple(hidden), members)
         self._learners = [
             FTML(
                 lambda widths=widths: _Net(features, outputs, widths),
                 loss,
-                adaptation=self._head,
+                adaptation=head,
                 support=max(1, width // 2),
                 query=max(1, width - width // 2),
                 tasks_per_step=tasks,
@@ -99,13 +100,23 @@ class Ensemble:
                 seed=seed * 1000 + r,
                 engine=engine,
             )
-            for r, widths in enumerate([tuple(hidden)] * (members - linear) + [()] * linear)
+            for r, (widths, head) in enumerate(kinds)
         ]
         self._kinds = [
-            kind for kind in (self._learners[: members - linear], self._learners[members - linear :]) if kind
+            [learner for learner, other in zip(self._learners, kinds, strict=True) if other == kind]
+            for kind in dict.fromkeys(kinds)
         ]
-        self._regression = loss is squared_error
         self.weights = torch.full((members,), 1 / members, dtype=torch.float64)
+
+    def _member_kinds(self, hidden: tuple[int, ...], members: int) -> list[tuple[tuple[int, ...], BayesianHead]]:
+        """The hidden layers and the head of each member: the kinds in turn."""
+        head = BayesianHead(dof=_DOF if self._regression else None)
+        if not hidden:
+            return [((), head)] * members
+        offset = BayesianHead(scale=0.3, rank=0, dof=_DOF, only="bias")
+        kinds = [(hidden, head), (hidden, offset), ((), head), (hidden, offset)]
+        kinds = kinds if self._regression else [kinds[0], kinds[2]]
+        return list(itertools.islice(itertools.cycle(kinds), members))
 
     def train(self, batches: Mapping[str, Batch], validation: float) -> None:
         """Train all members on all groups but a fraction, and choose by that fraction; then add its data."""
@@ -167,7 +178,7 @@ class Ensemble:
             params, known = learner.layout.named(learner.state.flat), learner.tasks
             for name, index in rows.items():
                 data = learner.memory.named(name) if name in known else None
-                result[r, index] = self._head.variance(learner.network, params, data, x[index])[:, 0].double()
+                result[r, index] = _head(learner).variance(learner.network, params, data, x[index])[:, 0].double()
         return result
 
     def state(self) -> dict[str, Any]:
@@ -194,7 +205,7 @@ class Ensemble:
         y = torch.stack([batch.y[index] for batch, index in zip(held, rest, strict=True)])
 
         def predict(data: Batch, x: Tensor) -> Tensor:
-            return learner.network.predict(params | self._head(learner.network, params, data), x)
+            return learner.network.predict(params | _head(learner)(learner.network, params, data), x)
 
         shares = (is_row / is_row.sum(1, keepdim=True))[is_row]
         return torch.func.vmap(predict)(Batch(*shots), x)[is_row].double(), y[is_row], shares.double() / len(held)
@@ -208,22 +219,25 @@ class Ensemble:
         """Multiply the prior covariance by the factor with the smallest error on held-out groups."""
         before, results = learner.state, []
         for factor in _TEMPERS:
-            params = self._head.tempered(learner.layout.named(before.flat), factor)
+            params = _head(learner).tempered(learner.layout.named(before.flat), factor)
             learner.state = before._replace(flat=learner.layout.flat(params))
             results.append((self._error(learner, held), learner.state))
         learner.state = min(results, key=lambda pair: pair[0])[1]
 
     def _best_weights(self, held: Sequence[Batch]) -> Tensor:
-        """Weights of the members with the smallest error on held-out groups, drawn towards equal weights."""
+        """Weights of the members with the smallest error on held-out groups, drawn towards those known beforehand."""
         triples = [self._predicted(learner, held) for learner in self._learners]
         predictions, (_, y, shares) = torch.stack([triple[0] for triple in triples]), triples[0]
-        num, equal = len(predictions), _EQUAL / len(held)
+        num, strength = len(predictions), _STRENGTH / len(held)
         if self._regression:
             scale = shares.sqrt()
             matrix, target = (predictions[..., 0] * scale).mT.numpy(), (y[:, 0].double() * scale).numpy()
-            spread = math.sqrt(equal * float(((matrix - target[:, None]) ** 2).sum(0).mean()))
+            errors = ((matrix - target[:, None]) ** 2).sum(0) + 1e-12
+            known = (errors.min() / errors) ** _POWER
+            known = known / known.sum()
+            spread = math.sqrt(strength * float(known @ errors))
             rows = [matrix, np.eye(num) * spread, np.full((1, num), 1e3 * np.abs(target).sum())]
-            targets = [target, np.full(num, spread / num), [1e3 * np.abs(target).sum()]]
+            targets = [target, known * spread, [1e3 * np.abs(target).sum()]]
             found, _ = scipy.optimize.nnls(np.concatenate(rows), np.concatenate(targets))
             # Targets that are all zero, as with a constant y, choose no member.
             return torch.from_numpy(found / found.sum()) if found.sum() > 0 else self.weights
@@ -231,9 +245,15 @@ class Ensemble:
         weights = torch.full((num,), 1 / num, dtype=torch.float64)
         for _ in range(200):  # expectation maximisation of a mixture
             members = likelihoods * weights[:, None]
-            weights = (members / members.sum(0) * shares).sum(1) + equal / num
+            weights = (members / members.sum(0) * shares).sum(1) + strength / num
             weights = weights / weights.sum()
         return weights
+
+
+def _head(learner: FTML) -> BayesianHead:
+    head = learner.options.adaptation
+    assert isinstance(head, BayesianHead)
+    return head
 
 
 def _schedule(updates: int, lr: float) -> list[tuple[int, float]]:

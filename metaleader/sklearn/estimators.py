@@ -1,7 +1,8 @@
 """Estimators for scikit-learn: one model per group, predicted better than each group alone allows.
 
 Both estimators are a weighted average of a few `FTML` learners with `BayesianHead`: a network, or the inputs alone,
-shared by all groups, whose last linear layer is adapted to each group in closed form under a learned prior. With few
+shared by all groups, whose last linear layer, or its bias, is adapted to each group in closed form under a learned
+prior. With few
 datapoints a group is predicted almost as the average group; with many, by its own data.
 """
 
@@ -138,9 +139,9 @@ class MetaRegressor(RegressorMixin, _MetaEstimator):
 
     Args:
         group: the column of a frame that names the group, for pipelines and scorers, which pass no `groups`.
-        hidden: the widths of the hidden layers of half of the members; the others, and with () all, are linear
-            mixed-effects models.
-        members: the number of learners that are averaged.
+        hidden: the widths of the hidden layers of the networks; with () all members are linear mixed-effects models.
+        members: the number of learners that are averaged. In turn, they are a network with a last layer per group, a
+            network with an offset per group, a linear mixed-effects model, and another network with an offset.
         updates: the number of meta-updates in `fit`.
         learning_rate: the largest outer step size.
         validation: the fraction of the groups with 12 or more rows that are held out during training. They choose when
@@ -180,7 +181,8 @@ class MetaRegressor(RegressorMixin, _MetaEstimator):
 class MetaClassifier(ClassifierMixin, _MetaEstimator):
     """Classification for groups with few rows each, all with the classes seen in `fit`.
 
-    The arguments are those of `MetaRegressor`.
+    The arguments are those of `MetaRegressor`, but members are in turn a network with a last layer per group, and a
+    linear model per group.
     """
 
     _loss = staticmethod(cross_entropy)
