@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,6 +98,10 @@ def serve(
         source = Replica(folder, factory) if replica else _session(folder, factory, updates, share, repair)
         warm_up(source.learner)
         service = Service(source, limits, window=window_ms / 1000, measure=prequential)
+        # The modules of torch are 300,000 objects. To look through them takes Python's collector a fifth of a second,
+        # in which no request is answered.
+        gc.collect()
+        gc.freeze()
         bound.listen(1024)  # connections wait from here on
         name = f"[{host}]" if ":" in host else host
         print(f"serving {folder} at http://{name}:{bound.getsockname()[1]}", flush=True)
