@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import metaleader as ml
+from metaleader.experiments.settings import with_settings
 from metaleader.methods import METHODS, PAPER, known_method, label, styles
 from metaleader.presets import PRESETS
 
@@ -104,3 +105,12 @@ def test_mixed_needs_rows_of_features_or_a_model():
     options = {"model": lambda: nn.Linear(5, 2)}
     learner = known_method("mixed", options)(network, ml.losses.squared_error, meta_steps=1)
     assert learner.predict(torch.zeros(3, 5)).shape == (3, 2)
+
+
+def test_settings_of_gradient_steps_leave_closed_forms_as_they_are():
+    preset, methods = PRESETS["sinusoid"]("quick"), ["ftml", "mixed"]
+    changed = with_settings(preset, ["all.inner_lr=0.5", "all.meta_lr=0.02"], methods).all_methods
+    assert [changed["ftml"].options[name] for name in ("inner_lr", "meta_lr")] == [0.5, 0.02]
+    assert (changed["mixed"].options["meta_lr"], "inner_lr" in changed["mixed"].options) == (0.02, False)
+    with pytest.raises(ValueError, match="unknown setting of mixed 'inner_lr'"):
+        with_settings(preset, ["mixed.inner_lr=0.5"], methods)
