@@ -53,7 +53,7 @@ def draw_meta_batches(
     draw = learner.memory.draw(options.seed, numbers, *widths, definition.which, without, **in_shard)
     if draw is None or len(sizes) == 1:
         return draw
-    key = key_of(shard)
+    key = () if shard is None else key_of(shard)
     shots = [rng("support size", options.seed, n, *key).integers(len(sizes), size=tasks) for n in numbers]
     # Draws of n-way tasks have the classes one after the other, but for those from the current task.
     groups = 1 if draw.classes is None or definition.which == "current" else draw.classes.shape[-1]

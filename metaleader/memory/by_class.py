@@ -20,17 +20,8 @@ from metaleader.memory.fields import integer, integers, text_or_none
 from metaleader.memory.images import UNNAMED, Images, observed_of
 from metaleader.memory.labels import checked_ids, checked_labels, integers_of
 from metaleader.memory.limits import Limits
-from metaleader.memory.rows import (
-    Draw,
-    Rows,
-    Weights,
-    Which,
-    arrival_times,
-    bytes_of,
-    checked_weights,
-    distinct,
-    split,
-)
+from metaleader.memory.pools import arrival_times, checked_weights, distinct, split
+from metaleader.memory.rows import Draw, Rows, Weights, Which, bytes_of
 from metaleader.tasks import Batch, rng, rows
 
 _LARGEST = 2**63 - 1

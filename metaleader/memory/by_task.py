@@ -15,9 +15,9 @@ from torch import Tensor
 from metaleader.distributed.shards import Shard, Sharding, key_of
 from metaleader.memory.entries import Entries, index_of
 from metaleader.memory.limits import Limits
-from metaleader.memory.pools import choose_tasks, masses_of_shards
-from metaleader.memory.room import Needed, droppable, make_room
-from metaleader.memory.rows import Draw, Rows, Weights, Which, bytes_of, checked_data, distinct, split
+from metaleader.memory.pools import choose_tasks, distinct, masses_of_shards, split
+from metaleader.memory.room import droppable, within_limits
+from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_data
 from metaleader.memory.saved import entries_from_tree, entries_tree
 from metaleader.memory.sharded import ShardedRows
 from metaleader.tasks import Batch, num_rows, rng, rows
@@ -52,6 +52,7 @@ class TaskBuffer:
     ) -> None:
         self.device, self.folder = torch.device(device), folder
         self.weights, self.limits = weights, Limits() if limits is None else limits
+        self._is_limited = self.limits != Limits(seed=self.limits.seed)
         self._sharding = Sharding(1) if sharding is None else sharding
         self.store = self._new_store()
         self._entries = Entries()
@@ -67,7 +68,7 @@ class TaskBuffer:
         if classes is not None:
             raise ValueError(f"task {name!r} has classes, earlier tasks have none; use a new learner")
         num = 0 if self.limits.max_tasks is None else len(self) + 1 - self.limits.max_tasks
-        dropped = list(itertools.islice(droppable(self._entries, self.weights), max(0, num)))
+        dropped = list(itertools.islice(droppable(self._entries, self.weights), num)) if num > 0 else []
         self._entries.begin(name)
         for entry in dropped:
             self._entries.drop(entry)
@@ -83,19 +84,16 @@ class TaskBuffer:
             self._check_name(task)
         elif entries.round is None and entries.open is None:
             raise ValueError("observe before begin: call begin(name) to open a task first, or pass task=name")
-        most, num = self.limits.in_task(bytes_of(batch)), num_rows(batch)
-        counts, observed = entries.parts(task)
-        entry = entries.target(task)
-        number = self.seen if entry is None else entry.number
-        positions = self.limits.merged(number, counts, observed, most)
-        if entry is not None and positions is not None:
-            entries.keep(entry, positions)
-        kept = self.limits.kept(number, 0 if entry is None else entry.count, sum(observed), num, most)
-        more = Needed(entry, task, len(kept.added) - kept.dropped, self.limits.in_all(bytes_of(batch)))
-        make_room(entries, self.weights, self.limits, more)
-        stored = batch if np.array_equal(kept.stored, range(num)) else rows(batch, torch.from_numpy(kept.stored))
-        added = self.store.append(stored, number, task is None) if len(kept.stored) else range(0)
-        entries.add(entry, task, kept, added, num)
+        num, kept = num_rows(batch), None
+        if self._is_limited:
+            entry, kept = within_limits(entries, self.weights, self.limits, batch, task)
+            batch = batch if np.array_equal(kept.stored, range(num)) else rows(batch, torch.from_numpy(kept.stored))
+        else:
+            entry = entries.target(task)
+        number = entries.seen if entry is None else entry.number
+        stores = kept is None or len(kept.stored) > 0
+        added = self.store.append(batch, number, task is None) if stores else range(0)
+        entries.add(entry, task, added, num, kept)
 
     def current(self) -> Batch | None:
         """D_t: all datapoints of the open task, None before the first."""
@@ -156,7 +154,7 @@ class TaskBuffer:
 
     def _uniforms(self, seed: int, steps: Sequence[int], tasks: int, width: int, shard: Shard | None) -> np.ndarray:
         """Uniform numbers, (steps x tasks, 1 + 2 width): of the task, and of its datapoints."""
-        shape, key = (tasks, 1 + 2 * width), key_of(shard)
+        shape, key = (tasks, 1 + 2 * width), () if shard is None else key_of(shard)
         return np.concatenate([rng("draw", seed, step, *key).random(shape) for step in steps])
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:

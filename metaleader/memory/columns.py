@@ -1,4 +1,4 @@
-"""Growing storage of one tensor of datapoints: in memory, or in a file on disk that is mapped into memory.
+"""Growing storage of one tensor of datapoints, in a file on disk that is mapped into memory; see `InMemory` too.
 
 A mapped file holds data that is larger than the memory: the system reads the pages that are used, and drops them again
 when memory is short. The file has no name, so that its space is free again when the process ends, however it ends.
@@ -43,32 +43,6 @@ class Column(Protocol):
     def take(self, at: At) -> Tensor:
         """The rows at an index, on the device that computes; of a slice it may be a view."""
         ...
-
-
-class InMemory:
-    """A column in the memory of a device.
-
-    Args:
-        like: a tensor of such rows.
-        device: the device.
-    """
-
-    def __init__(self, like: Tensor, device: torch.device) -> None:
-        self.values = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=device)
-
-    def reserve(self, length: int, capacity: int) -> None:
-        """Make room for some rows, and keep the first `length`."""
-        larger = torch.empty((capacity, *self.values.shape[1:]), dtype=self.values.dtype, device=self.values.device)
-        larger[:length].copy_(self.values[:length])
-        self.values = larger
-
-    def write(self, at: slice | np.ndarray, new: Tensor) -> None:
-        """Replace rows."""
-        self.values[_index(at, self.values.device)] = new.to(self.values.device)
-
-    def take(self, at: At) -> Tensor:
-        """The rows at an index; of a slice it is a view."""
-        return self.values[_index(at, self.values.device)]
 
 
 class OnDisk:
@@ -138,20 +112,14 @@ class OnDisk:
 
     def take(self, at: At) -> Tensor:
         """The rows at an index; of a slice it may be a view of the file."""
-        return self.values[_index(at, self.values.device)].to(self._device)
+        index = at if isinstance(at, slice) else torch.as_tensor(at, device="cpu")
+        return self.values[index].to(self._device)
 
     def __reduce__(self) -> Any:
         raise TypeError(
             f"data on the disk of {self._folder} belongs to one process, and is not copied or pickled; save the learner"
             " and load it instead"
         )
-
-
-def _index(at: At, device: torch.device) -> slice | Tensor:
-    """Rows as an index of tensors on a device."""
-    if isinstance(at, slice):
-        return at
-    return (torch.from_numpy(at) if isinstance(at, np.ndarray) else at).to(device)
 
 
 def _explained(error: OSError, folder: Path, size: int | None = None) -> OSError:

@@ -174,15 +174,17 @@ class Entries:
                 self.removed += 1
         return entry
 
-    def add(self, entry: Entry | None, name: str | None, kept: Kept, rows: range | np.ndarray, num: int) -> None:
+    def add(
+        self, entry: Entry | None, name: str | None, rows: range | np.ndarray, num: int, kept: Kept | None = None
+    ) -> None:
         """Add rows to an entry, or to a new one of a name or of the open round.
 
         Args:
             entry: see `target`.
             name: of the task; None for the open round.
-            kept: which of the datapoints are kept.
             rows: of the new datapoints that are stored.
             num: the number of new datapoints.
+            kept: which of the datapoints are kept; None for all.
         """
         self._record()
         is_new, was_drawn = entry is None, entry is not None and entry.number not in self.idle
@@ -191,10 +193,10 @@ class Entries:
         if is_new and name is None:
             self.round, self.open = entry, None
         self._change(entry)
-        if kept.dropped:
+        if kept is not None and kept.dropped:
             self._free(entry.drop(kept.dropped))
-        num_replaced = len(kept.replaced)
-        if num_replaced:
+        num_replaced = 0 if kept is None else len(kept.replaced)
+        if kept is not None and num_replaced:
             entry_rows, positions = entry.scatter(), kept.replaced
             before = entry_rows[positions]
             self._undo.append(lambda: entry_rows.__setitem__(positions, before))

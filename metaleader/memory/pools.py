@@ -1,4 +1,10 @@
-"""The tasks that a draw chooses from, and their weights."""
+"""The choices of a draw: its tasks, by their weights, and the datapoints of each.
+
+A task of n datapoints gives disjoint support and query sets. If n is smaller than support + query, its datapoints are
+divided between the two and repeated in turn to fill the sets; a single datapoint is both. They are divided in
+proportion, at least one each, but a large query set leaves the support set half of them or all that it needs: the
+gradient after steps on copies of very few datapoints can be a million times longer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ import numpy as np
 from metaleader.distributed.shards import Shard
 from metaleader.memory.entries import Entries
 from metaleader.memory.entry import Entry
-from metaleader.memory.rows import Weights, Which, checked_weights, choose
+from metaleader.memory.rows import Weights, Which
 
 
 def pool_of(
@@ -72,3 +78,63 @@ def masses_of_shards(
     some = [entry for part in pool_of(entries, which, without, None) for entry in part]
     by_task = weights_of(entries, weights, some, which) if some else None
     return np.bincount([entry.number % total for entry in some], by_task, minlength=total).astype(np.float64)
+
+
+def checked_weights(weights: Weights, num: int) -> np.ndarray:
+    """The weights of tasks 0 .. num-1, checked."""
+    given = np.asarray(weights(num), dtype=np.float64)
+    if given.shape != (num,) or not np.isfinite(given).all() or (given < 0).any() or given.sum() <= 0:
+        raise ValueError(f"the task weights must be {num} numbers, none negative and not all zero; got {given}")
+    return given
+
+
+def choose(uniform: np.ndarray, num: int, weights: np.ndarray | None) -> np.ndarray:
+    """Choose tasks 0 .. num-1 by weight, from uniform numbers."""
+    if weights is None:
+        return np.minimum((uniform * num).astype(np.int64), num - 1)
+    cumulative = np.cumsum(weights)
+    return np.minimum(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"), num - 1)
+
+
+def arrival_times(uniform: np.ndarray, weights: np.ndarray, needed: int) -> np.ndarray:
+    """Exponential arrival times with rates `weights`: the earliest ones are a weighted draw without replacement."""
+    if (weights > 0).sum() < needed:
+        raise ValueError(f"the weights leave {(weights > 0).sum()} classes to draw from; a task needs {needed}")
+    with np.errstate(divide="ignore"):
+        return np.where(weights > 0, -np.log1p(-uniform) / weights, np.inf)
+
+
+def distinct(uniform: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
+    """Up to `width` distinct numbers below each count, in random order (Floyd's sampling, then a shuffle).
+
+    Args:
+        uniform: (rows, 2 width) uniform numbers.
+        counts: (rows,), one or more.
+        width: numbers wanted; rows with a smaller count repeat their numbers in turn.
+    """
+    take = np.minimum(counts, width)[:, None]
+    columns = np.arange(width)
+    tops = counts[:, None] - take + columns
+    # A candidate that was chosen before is replaced by its top.
+    chosen = np.minimum((uniform[:, :width] * (tops + 1)).astype(np.int64), tops)
+    for j in range(1, width):
+        taken = (chosen[:, :j] == chosen[:, j, None]).any(1)
+        np.copyto(chosen[:, j], tops[:, j], where=taken)
+    keys = np.where(columns < take, uniform[:, width:], 2.0)
+    order = np.argsort(keys, axis=1, kind="stable")
+    # Columns from `take` on are sorted behind the others and are not read.
+    return np.take_along_axis(chosen, np.take_along_axis(order, columns % take, axis=1), axis=1)
+
+
+def split(numbers: np.ndarray, counts: np.ndarray, support: int, query: int) -> np.ndarray:
+    """Columns for the support set, then for the query set; short rows are divided and repeated."""
+    width = support + query
+    if support == 0 or (counts >= width).all():
+        return numbers
+    have = np.minimum(counts, width)
+    shares = np.maximum(have * support // width, np.minimum(support, have // 2))
+    for_support = np.clip(shares, 1, np.maximum(have - 1, 1))
+    for_query = np.maximum(have - for_support, 1)
+    first = np.arange(support) % for_support[:, None]
+    second = (np.where(have > 1, for_support, 0))[:, None] + np.arange(query) % for_query[:, None]
+    return np.take_along_axis(numbers, np.concatenate([first, second], axis=1), axis=1)

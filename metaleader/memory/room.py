@@ -1,50 +1,50 @@
-"""Which tasks a memory with limits drops: those with the smallest weights, or without weights the oldest."""
+"""The room that a memory with limits makes: it drops the tasks with the smallest weights, or the oldest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from metaleader.memory.entries import Entries
 from metaleader.memory.entry import Entry
-from metaleader.memory.limits import Limits
+from metaleader.memory.limits import Kept, Limits
 from metaleader.memory.pools import weights_of
-from metaleader.memory.rows import Weights
+from metaleader.memory.rows import Weights, bytes_of
+from metaleader.tasks import Batch, num_rows
 
 
-class Needed(NamedTuple):
-    """The room that new datapoints need.
+def within_limits(
+    entries: Entries, weights: Weights | None, limits: Limits, batch: Batch, task: str | None
+) -> tuple[Entry | None, Kept]:
+    """Drop other tasks until there is room for new datapoints of a task, or of the open round for None.
 
-    Attributes:
-        entry: of their task; None for a new one.
-        name: of their task; None for the open round, for which `begin` has made room.
-        num: by how many datapoints the task grows.
-        most: the number of datapoints of all tasks; None for any.
+    Returns the entry that they belong to, None for a new one, and which datapoints it keeps. `begin` has made room for
+    the open round among the tasks.
     """
-
-    entry: Entry | None
-    name: str | None
-    num: int
-    most: int | None
-
-
-def make_room(entries: Entries, weights: Weights | None, limits: Limits, needed: Needed) -> None:
-    """Drop other tasks until there is room."""
+    row_bytes = bytes_of(batch)
+    most, in_all = limits.in_task(row_bytes), limits.in_all(row_bytes)
+    counts, observed = entries.parts(task)
+    entry = entries.target(task)
+    number = entries.seen if entry is None else entry.number
+    positions = limits.merged(number, counts, observed, most)
+    if entry is not None and positions is not None:
+        entries.keep(entry, positions)
+    kept = limits.kept(number, 0 if entry is None else entry.count, sum(observed), num_rows(batch), most)
+    growth = len(kept.added) - kept.dropped
     num_tasks = 0
-    if limits.max_tasks is not None and needed.entry is None and needed.name is not None:
+    if limits.max_tasks is not None and entry is None and task is not None:
         num_tasks = len(entries) + int(entries.open is not None) + 1 - limits.max_tasks
 
     def is_too_large() -> bool:
-        return needed.most is not None and entries.total + needed.num > needed.most
+        return in_all is not None and entries.total + growth > in_all
 
-    if num_tasks <= 0 and not is_too_large():
-        return
-    others = droppable(entries, weights, [needed.entry, entries.round])
-    while (num_tasks > 0 or is_too_large()) and (other := next(others, None)) is not None:
-        entries.drop(other)
-        num_tasks -= 1
+    if num_tasks > 0 or is_too_large():
+        others = droppable(entries, weights, [entry, entries.round])
+        while (num_tasks > 0 or is_too_large()) and (other := next(others, None)) is not None:
+            entries.drop(other)
+            num_tasks -= 1
+    return entry, kept
 
 
 def droppable(entries: Entries, weights: Weights | None, kept: Sequence[Entry | None] = ()) -> Iterator[Entry]:

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from metaleader.memory.by_task import TaskBuffer
 from metaleader.memory.limits import Limits
-from metaleader.memory.rows import Weights, distinct, recency
+from metaleader.memory.pools import distinct
+from metaleader.memory.rows import Weights, recency
 from metaleader.tasks import Batch
 
 

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 import metaleader as ml
 from metaleader.checks.trees import differences
-from metaleader.memory.columns import InMemory, OnDisk
-from metaleader.memory.rows import Rows
+from metaleader.memory.columns import OnDisk
+from metaleader.memory.rows import InMemory, Rows
 
 CPU = torch.device("cpu")
 LIMITS: list[dict[str, Any]] = [{}, {"max_datapoints": 4, "reservoir": True}, {"max_tasks": 3}]
