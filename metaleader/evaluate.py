@@ -109,18 +109,19 @@ def play_together(
     """
     steps = [int(steps)] if isinstance(steps, int | np.integer) else steps
     _check_options(reveal, reveals, steps, parts)
-    _check_streams(streams, len(learners), start)
+    num_rounds = _check_streams(streams, len(learners), start)
     for learner in learners:
         _check_learner(learner, ["begin", "observe", "adapt", *(["update"] if regret else [])], loss)
     metric = loss or unsmoothed(learners[0].loss)
     if gamma is not None:
         _check_threshold(gamma, takes_labels(metric))
     options = _Options(reveal, reveals, gamma, steps, measure_at, before_at, regret, metric, parts)
-    for t in range(start, len(streams[0])):
+    for t in range(start, num_rounds):
         tasks = [stream[t] for stream in streams]
-        _check_tasks(tasks, t)
-        num_late = len(_ends(streams[0][t - 1], options)) if t > 0 and not _updates(learners, regret) else 0
-        yield from _play_round(learners, tasks, t, num_late, options)
+        ends = _ends(_check_tasks(tasks, t), options)
+        is_late = t > 0 and not _updates(learners, regret)
+        num_late = len(_ends(num_rows(streams[0][t - 1].train), options)) if is_late else 0
+        yield from _play_round(learners, tasks, t, ends, num_late, options)
 
 
 class _Options(NamedTuple):
@@ -138,12 +139,11 @@ class _Options(NamedTuple):
 
 
 def _play_round(
-    learners: Sequence[Any], tasks: Sequence[Task], t: int, num_late: int, options: _Options
+    learners: Sequence[Any], tasks: Sequence[Task], t: int, ends: list[int], num_late: int, options: _Options
 ) -> Iterator[list[Record]]:
-    """Play a round, after the updates that are due from the round before."""
+    """Play a round, with reveals that end at these sizes, after the updates that are due from the round before."""
     metric, gamma, steps = options.metric, options.gamma, options.steps
-    update, ends = _updates(learners, options.regret), _ends(tasks[0], options)
-    stop = max(ends, default=0)
+    update, stop = _updates(learners, options.regret), max(ends, default=0)
     sizes = ends if options.measure_at is None else sorted(size for size in {*options.measure_at} if 0 < size <= stop)
     between = [size for size in sizes if size not in ends]
     early = [] if _restart(learners) else sorted(size for size in {*options.before_at} if size <= stop)
@@ -262,11 +262,10 @@ def _are_batched(learners: Sequence[Any]) -> bool:
     return len(learners) > 1 and not any(overrides(learner, "update", "observe") for learner in learners)
 
 
-def _ends(task: Task, options: _Options) -> list[int]:
-    """The size of D_t after each reveal."""
-    num, reveal = num_rows(task.train), options.reveal
-    stop = num if options.reveals is None else min(num, reveal * options.reveals)
-    return [min(first + reveal, stop) for first in range(0, stop, reveal)]
+def _ends(num: int, options: _Options) -> list[int]:
+    """The size of D_t after each reveal of a task with this number of datapoints."""
+    stop = num if options.reveals is None else min(num, options.reveal * options.reveals)
+    return [min(first + options.reveal, stop) for first in range(0, stop, options.reveal)]
 
 
 def _meets(values: dict[str, float], gamma: float) -> bool:
@@ -305,7 +304,7 @@ def can_try(learner: Any) -> bool:
     return not overrides(learner, "observe", "update")
 
 
-def _check_streams(streams: Sequence[Any], num_learners: int, start: int) -> None:
+def _check_streams(streams: Sequence[Any], num_learners: int, start: int) -> int:
     for stream in streams:
         if advice := stream_advice(stream):
             raise ValueError(f"a stream is a sequence of tasks, got {advice}")
@@ -323,6 +322,7 @@ def _check_streams(streams: Sequence[Any], num_learners: int, start: int) -> Non
         raise ValueError("the stream has no tasks")
     if not 0 <= start <= lengths[0]:
         raise ValueError(f"start must be a round of the stream's {lengths[0]} tasks, got {start}")
+    return lengths[0]
 
 
 def _check_learner(learner: Any, methods: Sequence[str], loss: Loss | None) -> None:
@@ -338,7 +338,7 @@ def _check_learner(learner: Any, methods: Sequence[str], loss: Loss | None) -> N
         )
 
 
-def _check_tasks(tasks: Sequence[Any], t: int) -> None:
+def _check_tasks(tasks: Sequence[Any], t: int) -> int:
     for task in tasks:
         if not isinstance(task, Task):
             raise ValueError(f"stream[{t}] is a {type(task).__name__}, not a Task(name, train, test)")
@@ -347,3 +347,4 @@ def _check_tasks(tasks: Sequence[Any], t: int) -> None:
         raise ValueError(
             f"streams played together must have tasks of equal size; round {t} has {sorted(sizes)} datapoints"
         )
+    return sizes.pop()

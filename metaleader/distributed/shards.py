@@ -30,11 +30,6 @@ class Shard(NamedTuple):
         return task % self.total == self.number
 
 
-def key_of(shard: Shard | None) -> tuple[int, ...]:
-    """The part of the key of random numbers that a shard adds."""
-    return () if shard is None else (shard.number,)
-
-
 class Sharding:
     """The shards of a learner, and those of this process. With one shard, the processes have nothing in common.
 

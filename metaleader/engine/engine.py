@@ -193,7 +193,7 @@ class Engine:
         mode "captured", since capturing takes as long as several calls.
         """
         leaves = tensors_of(inputs)
-        key = (what, _shapes_of(inputs), torch.backends.cuda.matmul.allow_tf32)
+        key = (what, _shapes_of(leaves), torch.backends.cuda.matmul.allow_tf32)
         on_cpu = leaves[0].device.type == "cpu"
         # On the CPU the one setting that matters; see `repeatable`.
         with torch.autograd.set_multithreading_enabled(False) if on_cpu else repeatable(leaves[0].device):
@@ -229,7 +229,7 @@ class Engine:
 
     def _shared_gradient(self, objective: Objective, *inputs: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         """The gradient of one update, built once for all numbers of updates."""
-        key = (objective, self.mode, _shapes_of(inputs), torch.backends.cuda.matmul.allow_tf32)
+        key = (objective, self.mode, _shapes_of(tensors_of(inputs)), torch.backends.cuda.matmul.allow_tf32)
         if key not in self._gradients:
             if len(self._gradients) >= _MAX_PROGRAMS:
                 del self._gradients[next(iter(self._gradients))]
@@ -262,8 +262,8 @@ def engine_of(engine: Mode | Engine, meta_steps: int, device: torch.device) -> E
     return engine if isinstance(engine, Engine) else Engine(engine, _ASSUMED_OBSERVES * meta_steps, device)
 
 
-def _shapes_of(inputs: Any) -> tuple[Any, ...]:
-    return tuple((leaf.shape, leaf.dtype) for leaf in tensors_of(inputs))
+def _shapes_of(leaves: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _is_eager(objective: Objective) -> bool:

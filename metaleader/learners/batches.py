@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from metaleader.distributed.shards import Shard, key_of
+from metaleader.distributed.shards import Shard
 from metaleader.memory.rows import Draw
 from metaleader.tasks import ClassBatch, WeightedBatch, rng
 
@@ -53,7 +53,7 @@ def draw_meta_batches(
     draw = learner.memory.draw(options.seed, numbers, *widths, definition.which, without, **in_shard)
     if draw is None or len(sizes) == 1:
         return draw
-    key = () if shard is None else key_of(shard)
+    key = () if shard is None else (shard.number,)
     shots = [rng("support size", options.seed, n, *key).integers(len(sizes), size=tasks) for n in numbers]
     # Draws of n-way tasks have the classes one after the other, but for those from the current task.
     groups = 1 if draw.classes is None or definition.which == "current" else draw.classes.shape[-1]
@@ -109,9 +109,8 @@ def _dropout_seeds(learner: Learner, numbers: Sequence[int], shard: Shard | None
     if not learner.network.has_dropout:
         return None
     shape = (learner.definition.objective.inner.steps + 1, num_tasks(learner, shard))
-    seeds = [
-        rng("dropout", learner.options.seed, number, *key_of(shard)).integers(2**31, size=shape) for number in numbers
-    ]
+    key = () if shard is None else (shard.number,)
+    seeds = [rng("dropout", learner.options.seed, n, *key).integers(2**31, size=shape) for n in numbers]
     return torch.from_numpy(np.stack(seeds)).to(learner.device)
 
 

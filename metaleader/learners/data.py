@@ -1,8 +1,10 @@
-"""A user's data as a learner takes it, checked."""
+"""A user's data as a learner takes it: checked and stored."""
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from metaleader.learners.sharded import agree_on_batch
 from metaleader.losses import squared_error
 from metaleader.memory.by_class import ClassBuffer
 from metaleader.memory.by_task import TaskBuffer
@@ -25,6 +28,21 @@ def inputs_of(learner: Learner, x: Tree, where: str) -> Tree:
     return to_device(as_tensors(x, f"{where}: x", learner.state.flat.dtype), learner.device)
 
 
+def store(
+    learner: Learner,
+    x: Tree,
+    y: Tree,
+    task: str | None = None,
+    ids: Sequence[int] | Tensor | None = None,
+    update: bool = False,
+) -> None:
+    """Check and store datapoints within a change of the learner; `update` says whether an update follows."""
+    check = functools.partial(checked_batch, learner, x, y, task)
+    batch = check() if learner.sharding.group.size == 1 else agree_on_batch(learner, check, task, update)
+    with learner.locks.reading:
+        learner.memory.append(batch, ids, task)
+
+
 def checked_batch(learner: Learner, x: Tree, y: Tree, task: str | None) -> Batch:
     """Datapoints as `observe` stores them; those that it refuses raise a ValueError."""
     if task is None and learner.task is None:
@@ -37,8 +55,8 @@ def checked_batch(learner: Learner, x: Tree, y: Tree, task: str | None) -> Batch
         batch = batch._replace(y=_as_column(learner, batch, stored))
     if stored is not None:
         check_alike(batch, stored, "observe")
-    params = learner.definition.objective.layout.named(learner.state.flat)
-    learner.network.check(params, batch, "observe")
+    layout = learner.definition.objective.layout
+    learner.network.check(layout.named(learner.state.flat), batch, "observe")
     if stored is None:
         _check_first(learner, batch)
     return batch

@@ -20,14 +20,13 @@ from metaleader.gradient.selection import Params
 from metaleader.learners import prediction
 from metaleader.learners.changes import Change
 from metaleader.learners.checkpoint import load_learner, load_state, save_learner
-from metaleader.learners.data import checked_folder, memory_by_class, memory_by_task
+from metaleader.learners.data import checked_folder, memory_by_class, memory_by_task, store
 from metaleader.learners.definition import Definition, with_own_gradient
 from metaleader.learners.locks import Locks
 from metaleader.learners.many import predict_many
 from metaleader.learners.optimizer import Rule, State, state_tree
 from metaleader.learners.options import Configured, Model, initial_module, initial_params
 from metaleader.learners.sharded import agree_on_learner
-from metaleader.learners.trial import store
 from metaleader.learners.update import update_together
 from metaleader.losses import Loss, check_loss
 from metaleader.memory.contract import Memory

@@ -115,8 +115,12 @@ def _update_side_by_side(learners: Sequence[Learner], steps: int | None) -> None
             break
         update, r, error = failed
         aside[r] |= _culprits(learners[r], draws[r], numbers, update, aside[r], outer, error)
+    states = list(outer.states(numbers.stop))
+    if len(learners) == 1 and not aside[0]:  # one assignment, which happens or does not
+        vars(lead).update(state=states[0])
+        return
     with Change(learners, nested=True):
-        for learner, state, reasons in zip(learners, outer.states(numbers.stop), aside, strict=True):
+        for learner, state, reasons in zip(learners, states, aside, strict=True):
             learner.state = state
             if reasons:
                 quarantine(learner, reasons)

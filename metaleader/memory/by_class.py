@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metaleader.distributed.shards import Shard, key_of
+from metaleader.distributed.shards import Shard
 from metaleader.memory.fields import integer, integers, text_or_none
 from metaleader.memory.images import UNNAMED, Images, observed_of
 from metaleader.memory.labels import checked_ids, checked_labels, integers_of
@@ -179,7 +179,8 @@ class ClassBuffer:
                     " numbers of classes need a multiple of each"
                 )
         shape, width = (len(steps), tasks, num_ways), (support + query) // num_ways
-        generators = [rng("draw", seed, step, *key_of(shard)) for step in steps]
+        key = () if shard is None else (shard.number,)
+        generators = [rng("draw", seed, step, *key) for step in steps]
         races = np.stack([g.random((tasks, len(counts))) for g in generators])
         if self.weights is not None:
             races = arrival_times(races, checked_weights(self.weights, len(counts)), num_ways)
@@ -318,7 +319,7 @@ class ClassBuffer:
         if not self._round:
             return None
         width = support + query
-        key = key_of(shard)
+        key = () if shard is None else (shard.number,)
         uniforms = np.concatenate([rng("draw", seed, step, *key).random((tasks, 2 * width)) for step in steps])
         counts = np.full(len(uniforms), len(self._round))
         numbers = split(distinct(uniforms, counts, width), counts, support, query)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metaleader.distributed.shards import Shard, Sharding, key_of
+from metaleader.distributed.shards import Shard, Sharding
 from metaleader.memory.entries import Entries, index_of
 from metaleader.memory.limits import Limits
 from metaleader.memory.pools import choose_tasks, distinct, masses_of_shards, split
@@ -154,7 +154,7 @@ class TaskBuffer:
 
     def _uniforms(self, seed: int, steps: Sequence[int], tasks: int, width: int, shard: Shard | None) -> np.ndarray:
         """Uniform numbers, (steps x tasks, 1 + 2 width): of the task, and of its datapoints."""
-        shape, key = (tasks, 1 + 2 * width), () if shard is None else key_of(shard)
+        shape, key = (tasks, 1 + 2 * width), () if shard is None else (shard.number,)
         return np.concatenate([rng("draw", seed, step, *key).random(shape) for step in steps])
 
     def gather(self, draw: Draw) -> tuple[Batch, Batch]:

@@ -294,6 +294,8 @@ class Network:
         """Reject datapoints that the module or the loss cannot take, before anything is stored."""
         if (kind := row_signature(batch)) != self._checked_rows:
             self._outputs, self._checked_rows = try_rows(self.isolated(), params, batch, where), kind
+        if self.loss is squared_error:  # it takes all values of one shape
+            return
         if takes_labels(self.loss):
             low, high = int(batch.y.min()), int(batch.y.max())
             assert self._outputs is not None
@@ -302,7 +304,7 @@ class Network:
                     f"{where}: labels must lie in 0..{self._outputs - 1}, the model has {self._outputs} outputs; got"
                     f" {low}..{high}"
                 )
-        elif self.loss is not squared_error:  # which takes all values of one shape
+        else:
             try_loss(self, params, batch, where)
 
     def isolated(self) -> Network:
