@@ -51,7 +51,7 @@ def test_tune(capsys):
     first, second, third = found
     assert (first["inner_lr"], second["meta_lr"], first["seeds"], first["tasks"]) == (0.01, 0.01, [100, 101], 2)
     assert second["inner_steps"] == 2
-    assert list(first["errors"]) == ["5", "1", "10", "20"]
+    assert list(first["errors"]) == ["5", "0", "1", "10", "20"]
     assert first["errors"]["5"]["20"] != second["errors"]["5"]["20"]
     assert "is not finite" in third["failed"]
     (fourth,) = example["tune"]("sinusoid", "scratch", [{"inner_lr": 0.1}], tasks=1, schedule="quick", device="cpu")

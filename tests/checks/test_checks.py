@@ -14,6 +14,7 @@ import metaleader as ml
 from metaleader import checks
 from metaleader.checks import learners as learner_checks
 from metaleader.checks import streams as stream_checks
+from metaleader.memory.by_class import ClassBuffer
 from metaleader.tasks import rng
 
 SMALL: Any = {"meta_steps": 1, "tasks_per_step": 2, "query": 2, "seed": 3}
@@ -308,7 +309,8 @@ class ForgetsIds(ml.FTML):
 
     def load_state_dict(self, state: Any) -> None:
         super().load_state_dict(state)
-        getattr(self.memory, "_row_of", {}).clear()
+        if isinstance(self.memory, ClassBuffer):
+            self.memory._images.position_of.clear()
 
 
 class TakesTasksOfBothKinds(ml.FTML):

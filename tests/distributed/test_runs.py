@@ -137,7 +137,7 @@ def torchrun(
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     clean = {name: value for name, value in os.environ.items() if name not in names}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(size), "--max-restarts", str(kills), "-m", "metaleader", *arguments]
+    command += ["--nproc-per-node", str(size), "--max-restarts", str(kills + 2), "-m", "metaleader", *arguments]
     given = clean | {"KILLS": str(folder / "kills"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=given, capture_output=True, text=True, timeout=240, check=False)
 

@@ -345,7 +345,9 @@ if __name__ == "__main__":
 
 def test_the_process_ends_with_the_one_that_started_it(tmp_path):
     (tmp_path / "main.py").write_text(SCRIPT)
-    with subprocess.Popen([sys.executable, "main.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as parent:
+    path = os.pathsep.join(filter(None, sys.path))  # that of pytest has the folder of the tests
+    command, environment = [sys.executable, "main.py"], os.environ | {"PYTHONPATH": path}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert exists(pid)
