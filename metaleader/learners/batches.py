@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
 
 # The number of updates whose datapoints are gathered at once
-_GATHERED_UPDATES = 10
+GATHERED_UPDATES = 10
 
 
 class Gathered(NamedTuple):
@@ -112,11 +112,6 @@ def _dropout_seeds(learner: Learner, numbers: Sequence[int], shard: Shard | None
     key = () if shard is None else (shard.number,)
     seeds = [rng("dropout", learner.options.seed, n, *key).integers(2**31, size=shape) for n in numbers]
     return torch.from_numpy(np.stack(seeds)).to(learner.device)
-
-
-def chunks(numbers: range) -> list[slice]:
-    """The updates whose datapoints are gathered together."""
-    return [slice(start, start + _GATHERED_UPDATES) for start in range(0, len(numbers), _GATHERED_UPDATES)]
 
 
 def stacked_batches(

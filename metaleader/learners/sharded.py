@@ -20,7 +20,7 @@ from metaleader.distributed.shards import Shard, Sharding, shard_weights
 from metaleader.engine.form import choose_form, form_of
 from metaleader.engine.hook import StateReadError
 from metaleader.engine.objective import Form
-from metaleader.learners.batches import chunks, draw_meta_batches, stacked_batches, unbind
+from metaleader.learners.batches import GATHERED_UPDATES, draw_meta_batches, stacked_batches, unbind
 from metaleader.learners.outer import Outer
 from metaleader.memory.rows import Draw
 from metaleader.system import machine
@@ -173,7 +173,8 @@ def run_sharded_updates(
     lead = learners[0]
     engine, lrs = lead.engine, outer.lrs(numbers)
     watched: list[Tensor] = []
-    for chunk in chunks(numbers):
+    for start in range(0, len(numbers), GATHERED_UPDATES):
+        chunk = slice(start, start + GATHERED_UPDATES)
         batches: dict[Shard, tuple[list[Any], Tensor | None]] = {}
         for shard in draws[0].by_shard:
             *pair, noise = stacked_batches(learners, numbers, [draw.by_shard[shard] for draw in draws], chunk, shard)
@@ -190,7 +191,7 @@ def run_sharded_updates(
                 support, query = pairs[i]
                 return engine.gradient(objective, outer.flat, support, query, None if noise is None else noise[i])  # noqa: B023
 
-            values, gradients = total(gradient, f"update {numbers[chunk.start + i]}, round {lead.round}")
+            values, gradients = total(gradient, f"update {numbers[start + i]}, round {lead.round}")
             outer.step(gradients, values[1], lr)
             watched.append(values)
     return torch.stack(watched)

@@ -17,8 +17,8 @@ from metaleader.engine.form import choose_form
 from metaleader.engine.hook import OwnGradient, StateReadError
 from metaleader.engine.objective import GradientSteps
 from metaleader.learners.batches import (
+    GATHERED_UPDATES,
     Gathered,
-    chunks,
     draw_meta_batches,
     draw_numbers,
     gather,
@@ -236,7 +236,8 @@ def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draw
     engine, objective = lead.engine, lead.definition.objective
     lrs = outer.lrs(numbers)
     watched: list[Tensor] = []
-    for chunk in chunks(numbers):
+    for start in range(0, len(numbers), GATHERED_UPDATES):
+        chunk = slice(start, start + GATHERED_UPDATES)
         support, query, noise = stacked_batches(learners, numbers, draws, chunk)
         if outer.form is None:
             first = tree_map(lambda leaf: leaf if leaf is None else leaf[0], (support, query, noise))
@@ -251,7 +252,7 @@ def _run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draw
             continue
         for i, (s, q) in enumerate(unbind([support, query])):
             values, gradients = engine.gradient(objective, outer.flat, s, q, None if noise is None else noise[i])
-            outer.step(gradients, values[1], lrs[chunk.start + i])
+            outer.step(gradients, values[1], lrs[start + i])
             watched.append(values)
     return torch.stack(watched)
 
@@ -281,10 +282,10 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
     params = lead.definition.objective.layout.named(torch.stack([learner.state.flat for learner in learners]))
     chosen = lead.network.num_classes is not None
     stacked_classes = stack([learner.memory.current_classes() for learner in learners]) if chosen else None
-    batch = stack(data)
+    batch, x = stack(list(zip(data, xs, strict=True)))
     batch = batch if stacked_classes is None else ClassBatch(batch.x, batch.y, stacked_classes)
     adaptation = lead.definition.adaptation
-    return lead.engine.predictions(lead.network, adaptation, steps, params, batch, stack(list(xs)), stacked_classes)
+    return lead.engine.predictions(lead.network, adaptation, steps, params, batch, x, stacked_classes)
 
 
 def _check_alike(learners: Sequence[Learner]) -> None:

@@ -20,7 +20,7 @@ from metaleader.memory.room import droppable, within_limits
 from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_data
 from metaleader.memory.saved import entries_from_tree, entries_tree
 from metaleader.memory.sharded import ShardedRows
-from metaleader.tasks import Batch, num_rows, rng, rows
+from metaleader.tasks import Batch, rng, rows
 
 # The storage is regrouped when this fraction of its rows belongs to no task.
 _MAX_HOLES = 0.25
@@ -84,16 +84,17 @@ class TaskBuffer:
             self._check_name(task)
         elif entries.round is None and entries.open is None:
             raise ValueError("observe before begin: call begin(name) to open a task first, or pass task=name")
-        num, kept = num_rows(batch), None
+        kept = None
         if self._is_limited:
             entry, kept = within_limits(entries, self.weights, self.limits, batch, task)
-            batch = batch if np.array_equal(kept.stored, range(num)) else rows(batch, torch.from_numpy(kept.stored))
+            if not np.array_equal(kept.stored, range(kept.num)):
+                batch = rows(batch, torch.from_numpy(kept.stored))
         else:
             entry = entries.target(task)
         number = entries.seen if entry is None else entry.number
         stores = kept is None or len(kept.stored) > 0
         added = self.store.append(batch, number, task is None) if stores else range(0)
-        entries.add(entry, task, added, num, kept)
+        entries.add(entry, task, added, kept)
 
     def current(self) -> Batch | None:
         """D_t: all datapoints of the open task, None before the first."""
@@ -126,8 +127,7 @@ class TaskBuffer:
         for i, entry in enumerate(chosen):
             if entry.scattered is not None:
                 picked[i] = entry.rows()[index[i]]
-        picked = self.store.places(picked).reshape(len(steps), tasks, width)
-        index = torch.from_numpy(picked).to(self.store.own.index_device)
+        index = self.store.own_index(picked.reshape(len(steps), tasks, width))
         return Draw(index[..., :support], index[..., support:])
 
     def names_drawn(

@@ -68,10 +68,8 @@ class Entries:
         last = [self.round] if with_round and self.round is not None else []
         return [*self.drawn, *(self.idle[number] for number in sorted(self.idle)), *last]
 
-    def drawn_in(self, shard: Shard | None) -> list[Entry]:
-        """The closed entries of a shard that draws choose from; of all shards for None."""
-        if shard is None:
-            return self.drawn
+    def drawn_in(self, shard: Shard) -> list[Entry]:
+        """The closed entries of a shard that draws choose from."""
         if self._by_shard is None or len(self._by_shard) != shard.total:
             self._by_shard = [[] for _ in range(shard.total)]
             for entry in self.drawn:
@@ -174,17 +172,14 @@ class Entries:
                 self.removed += 1
         return entry
 
-    def add(
-        self, entry: Entry | None, name: str | None, rows: range | np.ndarray, num: int, kept: Kept | None = None
-    ) -> None:
+    def add(self, entry: Entry | None, name: str | None, rows: range | np.ndarray, kept: Kept | None = None) -> None:
         """Add rows to an entry, or to a new one of a name or of the open round.
 
         Args:
             entry: see `target`.
             name: of the task; None for the open round.
             rows: of the new datapoints that are stored.
-            num: the number of new datapoints.
-            kept: which of the datapoints are kept; None for all.
+            kept: which of the new datapoints and those of before are kept; None for all.
         """
         self._record()
         is_new, was_drawn = entry is None, entry is not None and entry.number not in self.idle
@@ -192,7 +187,8 @@ class Entries:
             entry = self._new(str(self.open) if name is None else name, merged=name is not None)
         if is_new and name is None:
             self.round, self.open = entry, None
-        self._change(entry)
+        if not is_new:
+            self._change(entry)
         if kept is not None and kept.dropped:
             self._free(entry.drop(kept.dropped))
         num_replaced = 0 if kept is None else len(kept.replaced)
@@ -203,7 +199,7 @@ class Entries:
             self._free(before)
             entry_rows[positions] = rows[:num_replaced]
         entry.add(rows[num_replaced:])
-        entry.observed += num
+        entry.observed += len(rows) if kept is None else kept.num
         entry.touched, self.clock = self.clock, self.clock + 1
         self.total += len(rows)
         if self._ages is not None:

@@ -28,12 +28,14 @@ class Kept(NamedTuple):
     """Which datapoints a task keeps when others arrive.
 
     Attributes:
+        num: the number of datapoints that arrive.
         dropped: the number of its first datapoints that are dropped.
         replaced: the positions of datapoints that new ones replace.
         replacing: the positions among the new datapoints of those that replace them.
         added: the positions among the new datapoints of those that are added at the end.
     """
 
+    num: int
     dropped: int
     replaced: np.ndarray
     replacing: np.ndarray
@@ -106,9 +108,10 @@ class Limits:
         """
         none = np.empty(0, dtype=np.int64)
         if most is None or (count + new <= most and (not self.reservoir or count == observed)):
-            return Kept(0, none, none, np.arange(new))
+            return Kept(new, 0, none, none, np.arange(new))
         if not self.reservoir:
-            return Kept(min(count, count + new - most), none, none, np.arange(max(0, new - most), new))
+            dropped = min(count, count + new - most)
+            return Kept(new, dropped, none, none, np.arange(max(0, new - most), new))
         # Algorithm R; a datapoint that arrives later replaces one of the same call at the same position.
         room = most - count if count == observed else 0
         added = list(range(min(room, new)))
@@ -124,7 +127,7 @@ class Limits:
             np.array(list(replaced), dtype=np.int64),
             np.array(list(replaced.values()), dtype=np.int64),
         )
-        return Kept(0, positions, replacing, np.array(added, dtype=np.int64))
+        return Kept(new, 0, positions, replacing, np.array(added, dtype=np.int64))
 
     def kept_in_order(self, number: int, count: int, observed: int, new: int, most: int) -> np.ndarray:
         """The positions, among those of before and then the new ones, of what a class keeps; a new one is the last."""

@@ -29,7 +29,7 @@ def pool_of(
         without: names to leave out.
         shard: that the tasks belong to; from the open round only, every shard draws.
     """
-    drawn = [] if which == "current" else entries.drawn_in(shard)
+    drawn = [] if which == "current" else entries.drawn if shard is None else entries.drawn_in(shard)
     if without:
         drawn = [entry for entry in drawn if entry.name not in without]
     last = entries.round

@@ -170,9 +170,9 @@ class Rows:
         """The bytes of a datapoint; 0 before the first."""
         return 0 if self._columns is None else bytes_of(self.data)
 
-    def places(self, index: np.ndarray) -> np.ndarray:
-        """The row numbers in `own`."""
-        return index
+    def own_index(self, index: np.ndarray) -> Tensor:
+        """Row numbers as those in `own`, where they are used."""
+        return torch.from_numpy(index).to(self.index_device)
 
     def append(self, batch: Batch, task: int = 0, is_open: bool = False) -> range | np.ndarray:
         """Add rows of any task; returns their numbers."""

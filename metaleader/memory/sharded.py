@@ -138,6 +138,10 @@ class ShardedRows:
         if length == 0:  # the next rows may have any shape
             self.data = None
 
+    def own_index(self, index: np.ndarray) -> Tensor:
+        """Row numbers as those in `own`, where they are used."""
+        return self.own.own_index(self.places(index))
+
     def places(self, index: np.ndarray) -> np.ndarray:
         """The row numbers in `own` of rows that this process has."""
         found = self._find(index)
