@@ -10,9 +10,10 @@ import torch.masked
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
 
 from metaleader import tasks
-from metaleader.tasks import Batch, Task, TaskStream, check_alike, check_batch, rng
+from metaleader.tasks import Batch, Task, TaskStream, check_alike, check_batch, rng, row_signature
 
 
 def batch(rows: int = 3) -> Batch:
@@ -158,3 +159,19 @@ def test_rng_depends_on_purpose_and_key_alone():
 def test_frames_and_datasets_that_are_no_numbers(x: Any, message: str):
     with pytest.raises(ValueError, match=message):
         check_batch(Batch(x, torch.ones(1)), "here")
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(2, 3),
+        torch.zeros(2, dtype=torch.uint8),
+        {"b": torch.zeros(2, 1), "a": torch.zeros(2)},
+        (torch.zeros(2, 1), [torch.zeros(2, 4)]),
+        {"it's": {"in": torch.zeros(2, 1)}},
+    ],
+)
+def test_signatures_of_rows_are_those_of_the_pytree(x):
+    data = Batch(x, torch.zeros(2, dtype=torch.int64))
+    described = tree_map(lambda leaf: f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[1:])}", data)
+    assert row_signature(data) == str(described).replace("'", "")

@@ -451,3 +451,19 @@ def test_data_that_comes_at_once_is_kept_as_in_reveals(limits: dict[str, Any], s
     (tasks, classes), (other_tasks, other_classes) = pairs
     assert not differences(tasks.state_dict(), other_tasks.state_dict())
     assert not differences(classes.state_dict(), other_classes.state_dict())
+
+
+@pytest.mark.parametrize("limits", [Limits(max_tasks=100), Limits(max_datapoints=10**6), Limits(max_bytes=10**9)])
+def test_limits_that_are_not_reached_change_nothing(limits):
+    """Without limits, their code is not run."""
+    draws = []
+    for buffer in (TaskBuffer(), TaskBuffer(limits=limits)):
+        for step in range(30):
+            if step % 5 == 0:
+                buffer.begin(f"round {step % 2}")
+            x = torch.full((1 + step % 3, 1), float(step))
+            buffer.append(Batch(x, x), task=None if step % 3 else f"name {step % 4}")
+        draw = buffer.draw(0, range(3), 4, 2, 2)
+        assert draw is not None
+        draws.append([*buffer.gather(draw), buffer.sizes(), buffer.state_dict()["data"]["x"]])
+    assert str(draws[0]) == str(draws[1])
