@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from metaleader.learners import Learner, store, trial, update_together
+from metaleader.learners.measure import ADAPTATION_STEPS, NO_PARTS, Parts, measure_together, overrides
 from metaleader.losses import Loss, takes_labels, unsmoothed
-from metaleader.measure import ADAPTATION_STEPS, NO_PARTS, Parts, measure_together, overrides
 from metaleader.tasks import Task, TaskStream, num_rows, rows, stream_advice, to_device
 
 

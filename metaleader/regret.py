@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from metaleader.evaluate import Record
 from metaleader.gradient.meta import adapt, meta_gradient
 from metaleader.gradient.selection import Params, StepSize
+from metaleader.learners.measure import ADAPTATION_STEPS
 from metaleader.learners.options import Model, initial_module
 from metaleader.losses import Loss, unsmoothed
-from metaleader.measure import ADAPTATION_STEPS
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, Task, TaskStream, num_rows, rows, to_device
 

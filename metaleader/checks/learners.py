@@ -25,8 +25,8 @@ from metaleader.checks.streams import Stream
 from metaleader.checks.trees import clone, differences, require, require_equal, snapshot
 from metaleader.evaluate import play, play_together
 from metaleader.learners import Learner
+from metaleader.learners.measure import measure
 from metaleader.losses import unsmoothed
-from metaleader.measure import measure
 from metaleader.nets.functional import scale_uint8
 from metaleader.tasks import Task, num_rows
 

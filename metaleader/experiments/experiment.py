@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from metaleader.experiments.claims import Better
+from metaleader.learners.measure import Parts
 from metaleader.losses import Loss, takes_labels
-from metaleader.measure import Parts
 from metaleader.methods import Method, known_method, styles
 from metaleader.tasks import Task, TaskStream, num_rows
 

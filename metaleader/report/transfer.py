@@ -21,8 +21,8 @@ from typing import Any, Literal
 import numpy as np
 
 from metaleader.evaluate import play
+from metaleader.learners.measure import ADAPTATION_STEPS, measure
 from metaleader.losses import Loss, unsmoothed
-from metaleader.measure import ADAPTATION_STEPS, measure
 from metaleader.streams import View
 from metaleader.tasks import Task, TaskStream
 

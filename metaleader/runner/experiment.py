@@ -21,8 +21,8 @@ from metaleader.evaluate import Record, can_try, play_together, preload
 from metaleader.experiments.description import changes
 from metaleader.experiments.files import Source
 from metaleader.learners import Learner
+from metaleader.learners.measure import has_labels
 from metaleader.losses import takes_labels, unsmoothed
-from metaleader.measure import has_labels
 from metaleader.report.figures import draw_figures
 from metaleader.report.loaded import load_runs
 from metaleader.report.page import report_runs

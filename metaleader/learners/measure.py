@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from metaleader.engine.determinism import repeatable
-from metaleader.learners import Learner, predict_together
+from metaleader.learners.learner import Learner
+from metaleader.learners.update import predict_together
 from metaleader.losses import Loss, takes_labels
 from metaleader.tasks import Batch, to_device
 

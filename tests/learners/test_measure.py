@@ -13,7 +13,7 @@ import metaleader as ml
 from metaleader.checks.trees import differences, snapshot
 from metaleader.evaluate import play_together
 from metaleader.learners import store, trial
-from metaleader.measure import measure
+from metaleader.learners.measure import measure
 from metaleader.runner.plan import make_learner, make_stream
 from metaleader.streams.base import View
 
