@@ -24,7 +24,7 @@ from metaleader.engine.cuda_graph import Captured
 from metaleader.engine.determinism import repeatable
 from metaleader.engine.hook import HookError, HookGradient, OwnGradient, StateReadError
 from metaleader.engine.objective import Adaptation, GradientSteps, Objective, learned_rates, over_learners
-from metaleader.engine.programs import Chains, Gradient, OuterStep, Updates, compiled_gradient
+from metaleader.engine.programs import Chains, Gradient, OuterStep, Perceptrons, Updates, compiled_gradient
 from metaleader.engine.whole import WholeProgram, has_few_operations, is_whole
 from metaleader.gradient.meta import descend
 from metaleader.gradient.selection import Params
@@ -78,7 +78,7 @@ class Engine:
         self.mode: Mode = mode
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._gradients: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {}
-        self._chains = Chains()
+        self._chains, self._perceptrons = Chains(), Perceptrons()
         self._pool: Any = None
 
     def __reduce__(self) -> tuple[type[Engine], tuple[Any, ...]]:
@@ -248,6 +248,9 @@ class Engine:
             )
         program: Gradient | None = None
         if noise is None:
+            dense = self._perceptrons.gradient(objective, flat, support, query)
+            if dense is not None:
+                return dense
             program = self._chains.gradient(objective, flat, batch, compiled)
         if program is None and compiled and is_whole(objective, flat.device):
             whole = functools.partial(_flat_gradient, objective, eager_gradient(objective))

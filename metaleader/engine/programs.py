@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -13,16 +16,23 @@ from torch.utils._pytree import tree_map
 from metaleader.engine.compiled import CompiledGradient, check_curvature
 from metaleader.engine.conv.gradient import ChainGradient
 from metaleader.engine.conv.layout import Plan
-from metaleader.engine.conv.selfcheck import agrees
 from metaleader.engine.conv.torch_ops import TorchPasses
 from metaleader.engine.conv.trace import Chain, find_chain
+from metaleader.engine.dense.trace import Perceptron, find_perceptron
 from metaleader.engine.objective import Objective
+from metaleader.engine.selfcheck import agrees
+from metaleader.gradient.meta import Inner, meta_gradient
 from metaleader.gradient.selection import Params
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, ClassBatch
 
+_log = logging.getLogger("metaleader")
 # (params, support, query, noise) -> losses (learners,) and gradients by name; every tensor has a learner dimension
 Gradient = Callable[..., tuple[Tensor, Params]]
+# (flat, support, query, noise) -> losses and norms (2, learners) and flat gradients (learners, number of parameters)
+FlatGradient = Callable[..., tuple[Tensor, Tensor]]
+# The devices on which multilayer perceptrons have kernels of their own
+DENSE_DEVICES = ("cuda",)
 
 
 class Chains:
@@ -50,7 +60,8 @@ class Chains:
             return None
         if network not in self._chains:
             chain = find_chain(network)
-            self._chains[network] = chain if chain is not None and agrees(chain, batch, size) else None
+            agree = chain is not None and agrees(network, batch, functools.partial(_chain_gradient, chain, size))
+            self._chains[network] = chain if agree else None
         chain = self._chains[network]
         if chain is None:
             return None
@@ -61,6 +72,71 @@ class Chains:
 
                 passes = TritonPasses(Plan(chain.layers, size, 16)) if TritonPasses.takes(chain.layers) else passes
         return ChainGradient(chain, objective, passes, compiled)
+
+
+def _chain_gradient(
+    chain: Chain, size: tuple[int, int], network: Network, inner: Inner, params: Params, sample: Batch | ClassBatch
+) -> tuple[Tensor, Params]:
+    """The loss and gradient of a sample by a chain."""
+    one_learner = lambda tree: tree_map(lambda leaf: leaf[None], tree)  # noqa: E731
+    passes = TorchPasses(Plan(chain.layers, size))
+    program = ChainGradient(replace(chain, network=network), Objective(network, inner), passes, compiled=False)
+    loss, gradient = program(one_learner(params), one_learner(sample), one_learner(sample))
+    return loss[0], {name: value[0] for name, value in gradient.items()}
+
+
+class Perceptrons:
+    """The networks seen so far as multilayer perceptrons, where they are such networks."""
+
+    def __init__(self) -> None:
+        self._perceptrons: dict[Network, Perceptron | None] = {}
+
+    def gradient(self, objective: Objective, flat: Tensor, support: Any, query: Any) -> FlatGradient | None:
+        """The gradient of a multilayer perceptron by Triton kernels; None for other networks, losses and devices.
+
+        Args:
+            objective: the loss to differentiate.
+            flat: the parameters, (learners, number of parameters).
+            support: (learners, tasks, ...).
+            query: (learners, tasks, ...).
+        """
+        network = objective.network
+        if type(network) is not Network or flat.device.type not in DENSE_DEVICES or flat.dtype != torch.float32:
+            return None
+        if network not in self._perceptrons:
+            found = find_perceptron(network)
+            batch = tree_map(lambda leaf: leaf[0], query)
+            agree = found is not None and agrees(network, batch, functools.partial(_perceptron_gradient, found))
+            self._perceptrons[network] = found if agree else None
+        perceptron = self._perceptrons[network]
+        if perceptron is None:
+            return None
+        try:
+            from metaleader.engine.dense.gradient import DenseGradient
+
+            if not DenseGradient.takes(perceptron, objective, support, query):
+                return None
+            program = DenseGradient(perceptron, objective, flat.device)
+            program(flat, support, query, None)  # compiles the kernels
+        except ImportError:  # Triton comes with torch on Linux only
+            return None
+        except Exception as error:  # of Triton: a device may have too little memory on the chip
+            _log.warning(
+                "the kernels for multilayer perceptrons cannot be used: %s", " ".join(str(error).split())[:300]
+            )
+            return None
+        return program
+
+
+def _perceptron_gradient(
+    perceptron: Perceptron, network: Network, inner: Inner, params: Params, sample: Batch | ClassBatch
+) -> tuple[Tensor, Params]:
+    """The loss and gradient of a sample by the layers of a multilayer perceptron."""
+
+    def loss_fn(params: Params, batch: Batch | ClassBatch) -> Tensor:
+        return network.mean_loss(perceptron.predict(params, network.preprocess(batch.x)), batch.y)
+
+    return meta_gradient(loss_fn, params, sample, sample, inner.lr, inner.steps)
 
 
 def compiled_gradient(objective: Objective, flat: Tensor, support: Any, noise: Tensor | None) -> Gradient:

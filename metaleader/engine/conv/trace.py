@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from metaleader.engine.graphs import graph_of, has_hooks, only_input
 from metaleader.nets.functional import Network
 from metaleader.nets.layers import BatchNorm, Conv2d
 
@@ -58,18 +59,18 @@ def find_chain(network: Network) -> Chain | None:
     """Split a network that begins with a plain convolution, batch norm and ReLU; return None for any other network.
 
     Modules that contain convolutions are traced with torch.fx; if tracing fails, the network is not a chain. Tracing
-    can misread a network: compare the chain with the network before use (`metaleader.engine.conv.selfcheck.agrees`).
+    can misread a network: compare the chain with the network before use (`metaleader.engine.selfcheck.agrees`).
     """
     module = network.module
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     if network.has_dropout or network.frozen or len(names) != len(dict(module.named_parameters())):
         return None
-    graph = _trace(module)
+    graph = graph_of(module, Conv2d)
     layers: list[Layer] = []
     silent: list[str] = []
     norm: tuple[str, BatchNorm] | None = None
     last: fx.Node | None = None
-    node = _only_input(graph) if graph is not None else None
+    node = only_input(graph) if graph is not None else None
     while node is not None and (block := _block_after(node, module)) is not None:
         last, (name, conv), (norm_name, after), node = block
         filters, channels, kernel, _ = conv.weight.shape
@@ -89,38 +90,6 @@ def find_chain(network: Network) -> Chain | None:
     return Chain(network, tuple(layers), head, tuple(silent))
 
 
-class _Tracer(fx.Tracer):
-    """Traces into modules that contain convolutions; all other modules are leaves."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Conv2d) or not any(isinstance(child, Conv2d) for child in m.modules())
-
-
-def _trace(module: nn.Module) -> fx.Graph | None:
-    """The graph of a module's forward, or None if it cannot be used.
-
-    A graph cannot be used if tracing fails, if a traced module has hooks, if a layer is called twice, if the result
-    of a call is unused (an in-place change), or if `forward` is an attribute of the instance, which is not traced.
-    """
-    tracer = _Tracer()
-    if "forward" in vars(module):
-        return None
-    if any(not tracer.is_leaf_module(child, "") and _has_hooks(child) for child in module.modules()):
-        return None
-    try:
-        graph = tracer.trace(module)
-    except Exception:  # a user's forward may raise anything when called with a proxy instead of a tensor
-        return None
-    called = [node.target for node in graph.nodes if node.op == "call_module"]
-    unused = [node for node in graph.nodes if not node.users and node.op not in ("placeholder", "output")]
-    return graph if len(called) == len(set(called)) and not unused else None
-
-
-def _only_input(graph: fx.Graph) -> fx.Node | None:
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    return inputs[0] if len(inputs) == 1 else None
-
-
 def _block_after(
     node: fx.Node, module: nn.Module
 ) -> tuple[fx.Node, tuple[str, Conv2d], tuple[str, BatchNorm], fx.Node] | None:
@@ -138,7 +107,7 @@ def _block_after(
     if type(relu) is not nn.ReLU and (path[3].op, path[3].target) not in _RELU_CALLS:
         return None
     square = all(len(set(pair)) == 1 for pair in (conv.stride, conv.padding, conv.weight.shape[2:]))
-    if not square or any(child is not None and _has_hooks(child) for child in modules):
+    if not square or any(child is not None and has_hooks(child) for child in modules):
         return None
     return path[1], (str(path[1].target), conv), (str(path[2].target), norm), path[3]
 
@@ -151,7 +120,7 @@ def _head(module: nn.Module, graph: fx.Graph, last: fx.Node) -> nn.Module:
 
     Parameters keep their names. The graph is changed in place.
     """
-    first = _only_input(graph)
+    first = only_input(graph)
     assert first is not None
     with graph.inserting_after(first):
         features = graph.placeholder("features")
@@ -161,7 +130,3 @@ def _head(module: nn.Module, graph: fx.Graph, last: fx.Node) -> nn.Module:
             graph.erase_node(node)
     graph.lint()
     return fx.GraphModule(module, graph)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)

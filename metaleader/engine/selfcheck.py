@@ -1,4 +1,4 @@
-"""Compare a chain with its network: both are run once in float64 before the chain is used.
+"""Compare a traced network with the network itself: both are run once in float64 before the trace is used.
 
 Tracing records the operations of a forward on a proxy instead of a tensor. The graph does not show context managers
 such as `no_grad`, parameters that are read without torch, or a custom backward.
@@ -7,55 +7,50 @@ such as `no_grad`, parameters that are read without torch, or a custom backward.
 from __future__ import annotations
 
 import copy
-import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from metaleader.engine.conv.gradient import ChainGradient
-from metaleader.engine.conv.layout import Plan
-from metaleader.engine.conv.torch_ops import TorchPasses
-from metaleader.engine.conv.trace import Chain
-from metaleader.engine.objective import Objective
 from metaleader.gradient.meta import Inner, meta_gradient
+from metaleader.gradient.selection import Params
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, ClassBatch, Tree, double
 
 _TASKS, _ROWS = 2, 6
+# Of a network in float64, inner steps, parameters, and the batch of several tasks that is support and query: the loss
+# and the gradient by name
+SampleGradient = Callable[[Network, Inner, Params, Batch | ClassBatch], tuple[Tensor, Params]]
 
 
 @torch.no_grad()
-def agrees(chain: Chain, batch: Batch | ClassBatch, size: tuple[int, int]) -> bool:
-    """Whether a chain gives the network's loss and meta-gradient of one inner step on a few rows of up to two tasks.
+def agrees(network: Network, batch: Batch | ClassBatch, gradient: SampleGradient) -> bool:
+    """Whether a function gives the network's loss and meta-gradient of one inner step on a few rows of up to two tasks.
 
     Args:
-        chain: the chain to check.
+        network: the network.
         batch: datapoints, (tasks, rows, ...).
-        size: (height, width) of the images after preprocessing.
+        gradient: the function to check.
 
     Returns:
         False also if the network or its loss fails in float64.
     """
-    network = _in_double(chain.network)
+    network = _in_double(network)
     sample = batch._replace(x=_first_rows(batch.x), y=_first_rows(batch.y))
     if isinstance(sample, ClassBatch):
         sample = sample._replace(classes=sample.classes[:_TASKS])
     # Perturb the parameters, so that scales are not all one and shifts not all zero.
     params = {name: value.double() + 0.1 * torch.cos(_indices(value)) for name, value in network.params().items()}
     inner = Inner(0.1, 1)
-    one_learner = lambda tree: tree_map(lambda leaf: leaf[None], tree)  # noqa: E731
     try:
         loss, expected = meta_gradient(network.loss_fn, params, sample, sample, inner.lr, inner.steps)
-        doubled = dataclasses.replace(chain, network=network)
-        passes = TorchPasses(Plan(chain.layers, size))
-        program = ChainGradient(doubled, Objective(network, inner), passes, compiled=False)
-        chain_loss, gradient = program(one_learner(params), one_learner(sample), one_learner(sample))
+        traced_loss, traced = gradient(network, inner, params, sample)
     except Exception:  # a user's module or loss may not support float64
         return False
-    error = torch.stack([(gradient[name][0] - value).norm() for name, value in expected.items()]).max()
+    error = torch.stack([(traced[name] - value).norm() for name, value in expected.items()]).max()
     length = torch.stack([value.norm() for value in expected.values()]).max()
-    return bool(error <= 1e-6 * length) and bool((chain_loss[0] - loss).abs() <= 1e-6 * loss.abs())
+    return bool(error <= 1e-6 * length) and bool((traced_loss - loss).abs() <= 1e-6 * loss.abs())
 
 
 def _in_double(network: Network) -> Network:

@@ -1,0 +1,191 @@
+"""The kernels against `meta_gradient` in float64; without a GPU, Triton's interpreter runs them."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from torch import nn
+
+import metaleader as ml
+from metaleader.engine import programs
+from metaleader.engine.engine import Engine
+from metaleader.engine.objective import Objective
+from metaleader.gradient.meta import Inner, meta_gradient
+from metaleader.learners import update_together
+from metaleader.nets.functional import Network
+from metaleader.tasks import Batch, double
+
+SCRIPT = """
+import torch
+from tests.engine.dense import test_gradient
+test_gradient.compare_all(torch.device("cpu"))
+test_gradient.compare_learners(torch.device("cpu"), "eager")
+test_gradient.find_labels_out_of_range(torch.device("cpu"))
+print("all agree")
+"""
+ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "silu": nn.SiLU, "gelu": nn.GELU}
+
+
+def make(
+    widths: tuple[int, ...], activation: str, labels: bool, inner: Inner, device: torch.device, bias: bool = True
+) -> Objective:
+    layers: list[nn.Module] = []
+    for i, pair in enumerate(itertools.pairwise(widths)):
+        layers += [ACTIVATIONS[activation]()] if i else []
+        layers.append(nn.Linear(*pair, bias=bias))
+    loss = functools.partial(ml.losses.cross_entropy, smoothing=0.1) if labels else ml.losses.squared_error
+    return Objective(Network(nn.Sequential(*layers), loss, device=device), inner)
+
+
+def draw(name: str, widths: tuple[int, ...], labels: bool, *shape: int) -> Batch:
+    x = oracles.normal(f"{name} x", *shape, widths[0], dtype=torch.float32)
+    if labels:
+        return Batch(x, oracles.labels(f"{name} y", widths[-1], *shape))
+    return Batch(x, oracles.normal(f"{name} y", *shape, widths[-1], dtype=torch.float32))
+
+
+def compare(
+    widths: tuple[int, ...],
+    activation: str,
+    device: torch.device,
+    labels: bool = False,
+    bias: bool = True,
+    shape: tuple[int, int, int, int] = (2, 3, 5, 7),
+    **options: Any,
+) -> None:
+    """The gradients of learners side by side, of kernels in float32 and of `meta_gradient` in float64."""
+    inner = Inner(**{"lr": 0.1, "steps": 2} | options)
+    objective = make(widths, activation, labels, inner, device, bias)
+    learners, tasks, num_support, num_query = shape
+    support = Batch(*(v.to(device) for v in draw("support", widths, labels, learners, tasks, num_support)))
+    query = Batch(*(v.to(device) for v in draw("query", widths, labels, learners, tasks, num_query)))
+    flat = objective.layout.flat(objective.network.params())
+    flat = flat + 0.1 * oracles.normal("flat", learners, len(flat), dtype=torch.float32).to(device)
+    program = programs.Perceptrons().gradient(objective, flat, support, query)
+    assert program is not None, (widths, activation, labels, options)
+    values, gradients = program(flat, support, query, None)
+    for r in range(learners):
+        params = double(objective.layout.named(flat[r]))
+        own_support, own_query = (double(Batch(batch.x[r], batch.y[r])) for batch in (support, query))
+        loss, expected = meta_gradient(
+            _loss_in_double(objective.network), params, own_support, own_query, inner.lr, inner.steps, only=inner.only,
+            first_order=inner.first_order,
+        )  # fmt: skip
+        expected = objective.layout.flat(expected)
+        error = float((gradients[r] - expected).norm() / expected.norm())
+        assert error < 3e-6, (widths, activation, labels, options, error)
+        assert float((values[0, r] - loss).abs()) < 1e-6 * (1 + float(loss.abs()))
+        assert float(values[1, r]) == pytest.approx(float(expected.norm()), rel=1e-5)
+
+
+def _loss_in_double(network: Network) -> Any:
+    return lambda params, batch: network.mean_loss(network.predict(params, batch.x), batch.y)
+
+
+def compare_all(device: torch.device) -> None:
+    for i, activation in enumerate(ACTIVATIONS):
+        compare((3, 9, 4), activation, device, labels=i % 2 == 0)
+    compare((1, 20, 20, 1), "tanh", device, steps=3)
+    compare((2, 9, 9, 2), "relu", device, only="last")
+    compare((2, 9, 2), "silu", device, lr={"0.weight": 0.2, "0.bias": 0.05, "2.weight": 0.1, "2.bias": 0.3})
+    compare((2, 9, 2), "gelu", device, first_order=True)
+    compare((2, 9, 3), "silu", device, labels=True, steps=0)
+    compare((4, 3), "relu", device, bias=False)
+    compare((4, 40, 3), "silu", device, labels=True, shape=(1, 2, 18, 1), steps=1)
+
+
+def compare_learners(device: torch.device, mode: Any) -> None:
+    """A learner with and without the kernels, and three learners side by side beside one."""
+
+    def learner(seed: int) -> ml.FTML:
+        settings: dict[str, Any] = {"meta_steps": 2, "tasks_per_step": 4, "support": 3, "query": 3, "inner_lr": 0.05}
+        built = ml.FTML(
+            lambda: ml.models.mlp(1, 1, (8,)), ml.losses.squared_error, **settings, seed=seed, device=device,
+            engine=Engine(mode, device=device),
+        )  # fmt: skip
+        for name in ("a", "b", "c"):
+            x = oracles.normal(f"x {name}", 10, 1, dtype=torch.float32)
+            built.observe(x, torch.sin(x + len(name)), task=name, update=False)
+        return built
+
+    both = {}
+    for devices in ((), (device.type,)):
+        programs.DENSE_DEVICES = devices
+        built = learner(0)
+        built.update()
+        both[devices] = built.state.flat
+        assert any(built.engine._perceptrons._perceptrons.values()) == bool(devices)
+    first, second = both.values()
+    assert not torch.equal(first, learner(0).state.flat)
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
+    three = [learner(seed) for seed in (1, 0, 2)]
+    update_together(three)
+    assert torch.equal(three[1].state.flat, second)
+
+
+def find_labels_out_of_range(device: torch.device) -> None:
+    """A label out of range gives a loss of NaN to its learner, and leaves the others as they are."""
+    objective = make((2, 4, 3), "relu", True, Inner(0.1, 1), device)
+    batch = Batch(*(v.to(device) for v in draw("bad", (2, 4, 3), True, 2, 2, 4)))
+    flat = objective.layout.flat(objective.network.params()).expand(2, -1).contiguous()
+    program = programs.Perceptrons().gradient(objective, flat, batch, batch)
+    assert program is not None
+    batch.y[0, 1, 2] = 3
+    values, gradients = program(flat, batch, batch, None)
+    assert values[:, 0].isnan().all()
+    assert gradients[0].isnan().any()
+    assert torch.isfinite(values[:, 1]).all()
+    assert torch.isfinite(gradients[1]).all()
+
+
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = "from metaleader.engine import programs\nprograms.DENSE_DEVICES = ('cpu',)\n" + SCRIPT
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "all agree\n", done.stderr
+
+
+def test_what_the_kernels_do_not_take() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from metaleader.engine.dense.gradient import DenseGradient
+    from metaleader.engine.dense.trace import find_perceptron
+
+    device = torch.device("cpu")
+    objective = make((2, 9, 3), "relu", False, Inner(), device)
+    perceptron = find_perceptron(objective.network)
+    assert perceptron is not None
+    batch = draw("rows", (2, 9, 3), False, 1, 2, 4)
+    assert DenseGradient.takes(perceptron, objective, batch, batch)
+    long = draw("rows", (2, 9, 3), False, 1, 2, 65)
+    other = [Batch(batch.x.double(), batch.y), Batch(batch.x[..., None], batch.y), Batch(batch.x, batch.y[..., :1])]
+    for query in (long, *other):
+        assert not DenseGradient.takes(perceptron, objective, batch, query)
+    every = Objective(objective.network, Inner(every_step=True))
+    assert not DenseGradient.takes(perceptron, every, batch, batch)
+    assert not DenseGradient.takes(perceptron, Objective(objective.network, Inner(), learn_lr=True), batch, batch)
+    wide = find_perceptron(make((2, 65, 3), "relu", False, Inner(), device).network)
+    assert wide is not None
+    assert not DenseGradient.takes(wide, objective, batch, batch)
+
+
+def test_on_the_cpu_the_engine_does_not_ask_for_the_kernels() -> None:
+    objective = make((2, 9, 3), "relu", False, Inner(), torch.device("cpu"))
+    flat = objective.layout.flat(objective.network.params())[None]
+    batch = draw("rows", (2, 9, 3), False, 1, 2, 4)
+    assert programs.Perceptrons().gradient(objective, flat, batch, batch) is None
+
+
+@pytest.mark.gpu
+def test_kernels_on_the_gpu(cuda: torch.device) -> None:
+    compare_all(cuda)
+    compare((8, 64, 64, 1), "relu", cuda, shape=(2, 5, 60, 64), steps=5)
+    find_labels_out_of_range(cuda)
+    for mode in ("eager", "graphed"):
+        compare_learners(cuda, mode)
