@@ -37,8 +37,9 @@ Mode = Literal["auto", "eager", "graphed", "compiled", "captured"]
 
 _log = logging.getLogger("metaleader")
 # Below these numbers of planned updates, compiling takes longer than it saves. On the CPU, an MLP takes 8 s to compile
-# and saves 3 ms per update; on a GPU, compiling saves 1 to 6 ms of an update that is already replayed as a CUDA graph.
-_WORTH_COMPILING = {"cpu": 3000, "cuda": 5000}
+# and saves 3 ms per update. On a GPU, compiling saves 6 ms per update of a transformer already replayed as a CUDA graph
+# and takes 68 s; 16 ms of a GRU, and 136 s.
+_WORTH_COMPILING = {"cpu": 3000, "cuda": 10_000}
 # The mode in which a program runs next if it fails in a mode
 _FALLBACK: dict[Mode, Mode] = {"captured": "graphed", "graphed": "eager", "compiled": "eager"}
 # The number of calls of `observe` by which a learner in a user's own loop estimates its number of updates

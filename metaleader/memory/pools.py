@@ -112,18 +112,18 @@ def distinct(uniform: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
         counts: (rows,), one or more.
         width: numbers wanted; rows with a smaller count repeat their numbers in turn.
     """
-    take = np.minimum(counts, width)[:, None]
-    columns = np.arange(width)
-    tops = counts[:, None] - take + columns
+    take, columns = np.minimum(counts, width), np.arange(width)
+    tops = counts - take + columns[:, None]  # (width, rows), as `chosen`: the loop reads whole lines of memory
     # A candidate that was chosen before is replaced by its top.
-    chosen = np.minimum((uniform[:, :width] * (tops + 1)).astype(np.int64), tops)
+    chosen = np.minimum((uniform[:, :width].T * (tops + 1)).astype(np.int64), tops)
     for j in range(1, width):
-        taken = (chosen[:, :j] == chosen[:, j, None]).any(1)
-        np.copyto(chosen[:, j], tops[:, j], where=taken)
-    keys = np.where(columns < take, uniform[:, width:], 2.0)
-    order = np.argsort(keys, axis=1, kind="stable")
-    # Columns from `take` on are sorted behind the others and are not read.
-    return np.take_along_axis(chosen, np.take_along_axis(order, columns % take, axis=1), axis=1)
+        np.copyto(chosen[j], tops[j], where=np.logical_or.reduce(chosen[:j] == chosen[j], axis=0))
+    keys = np.where(columns < take[:, None], uniform[:, width:], 2.0)
+    order, rows = np.argsort(keys, axis=1, kind="stable"), np.arange(len(counts))[:, None]
+    if (take < width).any():
+        # Columns from `take` on are sorted behind the others and are not read.
+        order = order[rows, columns % take[:, None]]
+    return chosen[order, rows]
 
 
 def split(numbers: np.ndarray, counts: np.ndarray, support: int, query: int) -> np.ndarray:
