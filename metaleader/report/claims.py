@@ -319,7 +319,9 @@ def _effects(
     numbers = f"{names[0]} {a.mean():.3g}{shares[0]}, {names[1]} {b.mean():.3g}{shares[1]}"
     with np.errstate(all="ignore"):
         if statement.statistic == "behind":
-            effects = np.where(np.isfinite(a + b), b - a > statement.behind * run.allowed, math.nan).mean(1)
+            # Rounded, so that a difference equal to the limit is not "more": accuracies are multiples of 1 / test size.
+            behind = np.round(b - a - statement.behind * run.allowed, 6) > 0
+            effects = np.where(np.isfinite(a + b), behind, math.nan).mean(1)
         elif statement.statistic == "ratio":
             effects = np.log(b.mean(1)) - np.log(a.mean(1))
         else:

@@ -290,6 +290,14 @@ def test_a_fraction_of_tasks_behind_by_a_tenth_is_negative_transfer(tmp_path: Pa
     assert (found.verdict, found.effect) == ("agrees", pytest.approx(1 / 3))
 
 
+def test_a_task_at_the_limit_is_not_behind(tmp_path: Path) -> None:
+    """A difference of exactly a tenth of the allowed error is not more than it, with or without errors of rounding."""
+    for rounding in (0.0, 1e-7, -1e-7):
+        claims = write(tmp_path, "rainbow-mnist", constant(ftl=0.11 + rounding, toe=0.11 + rounding, scratch=0.1))
+        (found,) = (claim for claim in claims if claim.name == "negative")
+        assert found.effect == 0
+
+
 def test_censored_counts(tmp_path: Path) -> None:
     """A task that is never solved counts with all its data, and nothing is concluded from those alone."""
     error, _ = AGREE["pose"]
