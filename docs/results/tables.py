@@ -200,6 +200,7 @@ def tuning(run: str) -> str:
     config = json.loads((RESULTS / run / "config.json").read_bytes())
     digits, scale = (1, 100) if config["error_name"] == "error" else (3, 1)
     usual, methods = {"meta_lr": 1e-3, "inner_lr": 0.1, "clip": None}, list(METHODS)
+    learners = {name: given.get("options", given) for name, given in config["settings"]["learners"].items()}  # format 2
     trials = [json.loads(line) for line in (RESULTS / f"{run}-tuning.jsonl").read_text().splitlines()]
     rows = []
     for trial in sorted(trials, key=lambda t: (methods.index(t["method"]), t["seeds"], t["meta_lr"])):
@@ -213,7 +214,8 @@ def tuning(run: str) -> str:
             for size, error in trial["errors"][steps].items():
                 shown = adapts or steps == "5"  # the other methods do not adapt
                 row[f"{steps} steps, after {size}"] = f"{scale * error:.{digits}f}" if shown else ""
-        row[""] = "run" if settings == usual | config["settings"]["learners"][trial["method"]] else ""
+        played = {key: value for key, value in learners[trial["method"]].items() if key in usual}
+        row[""] = "run" if settings == usual | played else ""
         rows.append(row)
     header = [name for name in rows[0] if any(row[name] for row in rows)]
     return markdown(header, [[row[name] for name in header] for row in rows])
