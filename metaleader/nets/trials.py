@@ -51,7 +51,7 @@ def try_loss(network: Network, params: Params, batch: Batch, where: str) -> Tens
         got = tuple(prediction.shape) if isinstance(prediction, Tensor) else type(prediction).__name__
         raise ValueError(f"{where}: the model must return a tensor with one row per datapoint, got {got}")
     try:
-        network.mean_loss(prediction, batch.y)
+        _check_values(network.loss(prediction, batch.y), len(prediction))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     except Exception as error:
@@ -60,6 +60,13 @@ def try_loss(network: Network, params: Params, batch: Batch, where: str) -> Tens
             f" {row_signature(batch.y)}: {_first_line(error)}; pass y as the loss takes it"
         ) from error
     return prediction
+
+
+def _check_values(loss: object, num: int) -> None:
+    """Reject the result of a loss that is neither one value per datapoint nor a scalar."""
+    if not isinstance(loss, Tensor) or loss.shape not in ((), (num,)):
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"the loss must return one value per datapoint, ({num},), or a scalar; got {got}")
 
 
 def _try_functional(network: Network, params: Params, batch: Batch) -> None:
