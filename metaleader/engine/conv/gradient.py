@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.engine.compiled import compile_whole, compiling
 from metaleader.engine.conv.layout import Plan
+from metaleader.engine.conv.torch_ops import input_patches
 from metaleader.engine.conv.trace import Chain
 from metaleader.engine.objective import LOG_LR, Objective, learned_rates, without_rates
 from metaleader.gradient.adjoint import adjoint
@@ -239,7 +240,7 @@ class ChainGradient:
         return self.passes.descend(flat, partial, rates.flat), head, output, saved
 
     def _patches(self, x: Tensor) -> Tensor:
-        return self.plan.patches(vmap(self.chain.network.preprocess)(x))
+        return input_patches(self.plan, vmap(self.chain.network.preprocess)(x))
 
     # The head, from the last batch norm on: derivatives of one task's loss, batched over tasks.
 

@@ -1,4 +1,4 @@
-"""The layout of the flat parameters of a chain's convolutions, and the patches of their inputs."""
+"""The layout of the flat parameters of a chain's convolutions."""
 
 from __future__ import annotations
 
@@ -47,15 +47,21 @@ class Plan:
         outputs = (high * wide for high, wide in self.sizes[1:])
         self.largest = max(inputs * output for inputs, output in zip(self.inputs, outputs, strict=True))
 
-    def weight(self, flat: Tensor, i: int) -> Tensor:
-        """The weight of layer i, (tasks, inputs, filters), as a view of the flat parameters."""
-        stop = self.starts[i] + self.inputs[i] * self.layers[i].filters
-        return flat[:, self.starts[i] : stop].unflatten(1, (self.inputs[i], self.layers[i].filters))
+    def weights(self, flat: Tensor) -> list[Tensor]:
+        """The weight of each layer, (tasks, inputs, filters), as views of the flat parameters."""
+        views = []
+        for start, inputs, layer in zip(self.starts, self.inputs, self.layers, strict=True):
+            weight = flat[:, start : start + inputs * layer.filters]
+            views.append(weight.unflatten(1, (inputs, layer.filters)))
+        return views
 
-    def norm(self, flat: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        """The scale and shift of the batch norm before layer i, (tasks, 1, channels) each."""
-        channels, stop = self.layers[i].channels, self.starts[i]
-        return flat[:, None, stop - 2 * channels : stop - channels], flat[:, None, stop - channels : stop]
+    def norms(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The scale and shift, (tasks, 1, channels) each, of the batch norms before the second and later layers."""
+        views = []
+        for stop, layer in zip(self.starts[1:], self.layers[1:], strict=True):
+            middle = stop - layer.channels
+            views.append((flat[:, None, middle - layer.channels : middle], flat[:, None, middle:stop]))
+        return views
 
     def flatten(self, params: Params) -> Tensor:
         """The parameters of the convolutions, (tasks, ...) each, as one tensor, (tasks, total)."""
@@ -69,30 +75,12 @@ class Plan:
 
     def unflatten(self, flat: Tensor) -> Params:
         """The inverse of `flatten`."""
-        params = {}
+        params, weights, norms = {}, self.weights(flat), self.norms(flat)
         for i, layer in enumerate(self.layers):
             if layer.norm:
-                scale, shift = self.norm(flat, i)
+                scale, shift = norms[i - 1]
                 params |= {f"{layer.norm}.weight": scale[:, 0], f"{layer.norm}.bias": shift[:, 0]}
-            weight = self.weight(flat, i)[:, : layer.kernel**2 * layer.channels]
+            weight = weights[i][:, : layer.kernel**2 * layer.channels]
             window = (layer.kernel, layer.kernel, layer.channels)
             params[layer.weight] = weight.unflatten(1, window).permute(0, 4, 3, 1, 2)
         return params
-
-    def patches(self, images: Tensor) -> Tensor:
-        """The input of the first layer, (tasks, rows, inputs), from images (tasks, images, channels, height, width)."""
-        layer = self.layers[0]
-        columns = columns_of(images.permute(0, 1, 3, 4, 2), layer)
-        return F.pad(columns, (0, self.inputs[0] - columns.shape[2]))
-
-
-def columns_of(images: Tensor, layer: Layer) -> Tensor:
-    """Patches (tasks, rows, kernel * kernel * channels) of images (tasks, images, height, width, channels)."""
-    pad = layer.padding
-    return windows_of(F.pad(images, (0, 0, pad, pad, pad, pad)), layer)
-
-
-def windows_of(images: Tensor, layer: Layer) -> Tensor:
-    """Patches of images that are already padded, as in `columns_of`."""
-    windows = images.unfold(2, layer.kernel, layer.stride).unfold(3, layer.kernel, layer.stride)
-    return windows.permute(0, 1, 2, 3, 5, 6, 4).flatten(4).flatten(1, 3)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metaleader.engine.compiled import compile_whole
-from metaleader.engine.conv.layout import Plan, windows_of
+from metaleader.engine.conv.layout import Plan
 from metaleader.engine.conv.trace import Layer
 
 
@@ -112,30 +112,31 @@ class TorchPasses:
         return base - parts if rates is None else torch.addcmul(base, parts, rates, value=-1)
 
     def _forward(self, flat: Tensor, patches: Tensor) -> tuple[Tensor, list[_Ahead]]:
-        plan, saved = self.plan, []
-        y = torch.bmm(patches, plan.weight(flat, 0))
+        plan, weights, norms, saved = self.plan, self.plan.weights(flat), self.plan.norms(flat), []
+        y = torch.bmm(patches, weights[0])
         for i, layer in enumerate(plan.layers[1:], 1):
-            scale, shift = plan.norm(flat, i)
+            scale, shift = norms[i - 1]
             away = y - y.mean(1, keepdim=True)
             variance = torch.linalg.vector_norm(away, dim=1, keepdim=True).square() / y.shape[1]
             inverse = torch.rsqrt(variance + layer.eps)
             z = torch.addcmul(shift, away, scale * inverse)
             columns = self._columns(plan, i, z, None)
             saved.append(_Ahead(columns, away, inverse, (z > 0).to(z.dtype)))
-            y = torch.bmm(columns, plan.weight(flat, i))
+            y = torch.bmm(columns, weights[i])
         return y, saved
 
     def _backward(
         self, flat: Tensor, patches: Tensor, ahead: list[_Ahead], slope: Tensor
     ) -> tuple[Tensor, list[_Back]]:
-        plan, saved, gradients = self.plan, [], []
+        plan, weights, norms = self.plan, self.plan.weights(flat), self.plan.norms(flat)
+        saved, gradients = [], []
         for i in reversed(range(1, len(plan.layers))):
             columns, away, inverse, passed = ahead[i - 1]
             gradients.append(torch.bmm(columns.mT, slope).flatten(1))
-            above = self._images(plan, i, torch.bmm(slope, plan.weight(flat, i).mT), passed)
+            above = self._images(plan, i, torch.bmm(slope, weights[i].mT), passed)
             mean, along = above.mean(1, keepdim=True), (above * away).mean(1, keepdim=True) * inverse
             gradients.append(torch.cat([along, mean], 2).flatten(1) * above.shape[1])
-            a = plan.norm(flat, i)[0] * inverse
+            a = norms[i - 1][0] * inverse
             b = -a * inverse * along
             saved.append(_Back(above, slope, a, b, mean, along))
             slope = torch.addcmul(-a * mean, above, a).addcmul_(away, b)
@@ -145,17 +146,18 @@ class TorchPasses:
     def _forward_tangent(
         self, flat: Tensor, patches: Tensor, ahead: list[_Ahead], back: list[_Back], v: Tensor
     ) -> tuple[Tensor, list[_Moved]]:
-        plan, moved = self.plan, []
-        y_dot = torch.bmm(patches, plan.weight(v, 0))
+        plan, weights, moved = self.plan, self.plan.weights(flat), []
+        weights_dot, norms_dot = plan.weights(v), plan.norms(v)
+        y_dot = torch.bmm(patches, weights_dot[0])
         for i in range(1, len(plan.layers)):
-            (scale_dot, shift_dot), (columns, away, inverse, passed) = plan.norm(v, i), ahead[i - 1]
+            (scale_dot, shift_dot), (columns, away, inverse, passed) = norms_dot[i - 1], ahead[i - 1]
             mean, along = y_dot.mean(1, keepdim=True), (y_dot * away).mean(1, keepdim=True) * inverse
             a = back[i - 1].a
             f = inverse * (scale_dot - a * along)
             z_dot = torch.addcmul(shift_dot - a * mean, y_dot, a).addcmul_(away, f)
             columns_dot = self._columns(plan, i, z_dot, passed)
             moved.append(_Moved(columns_dot, y_dot, mean, along, f))
-            y_dot = torch.bmm(columns_dot, plan.weight(flat, i)).baddbmm_(columns, plan.weight(v, i))
+            y_dot = torch.bmm(columns_dot, weights[i]).baddbmm_(columns, weights_dot[i])
         return y_dot, moved
 
     def _backward_tangent(
@@ -168,14 +170,14 @@ class TorchPasses:
         moved: list[_Moved],
         slope_dot: Tensor,
     ) -> Tensor:
-        plan, gradients = self.plan, []
+        plan, weights, weights_dot, gradients = self.plan, self.plan.weights(flat), self.plan.weights(v), []
         for i in reversed(range(1, len(plan.layers))):
             (columns, away, inverse, passed), dot = ahead[i - 1], moved[i - 1]
             above, slope, a, b, mean, along = back[i - 1]
             gradients.append(torch.bmm(dot.columns.mT, slope).baddbmm_(columns.mT, slope_dot).flatten(1))
             # One product with [slope_dot, slope]: the result is large and is written once.
-            weights = torch.cat([plan.weight(flat, i), plan.weight(v, i)], 2)
-            both = torch.bmm(torch.cat([slope_dot, slope], 2), weights.mT)
+            pair = torch.cat([weights[i], weights_dot[i]], 2)
+            both = torch.bmm(torch.cat([slope_dot, slope], 2), pair.mT)
             above_dot = self._images(plan, i, both, passed)
             mean_dot = above_dot.mean(1, keepdim=True)
             # mean(above_dot scaled + above scaled_dot), with scaled_dot = inverse (y_dot - mean - scaled along)
@@ -189,6 +191,13 @@ class TorchPasses:
         return torch.cat(gradients[::-1], 1)
 
 
+def input_patches(plan: Plan, images: Tensor) -> Tensor:
+    """The input of the first layer, (tasks, rows, inputs), from images (tasks, images, channels, height, width)."""
+    layer, pad = plan.layers[0], plan.layers[0].padding
+    columns = _windows(F.pad(images.permute(0, 1, 3, 4, 2), (0, 0, pad, pad, pad, pad)), layer)
+    return F.pad(columns, (0, plan.inputs[0] - columns.shape[2]))
+
+
 def _columns(plan: Plan, i: int, z: Tensor, passed: Tensor | None) -> Tensor:
     """Patches of relu(z), or for the tangent of relu, of z times its mask `passed`."""
     layer, (high, wide) = plan.layers[i], plan.sizes[i]
@@ -199,7 +208,13 @@ def _columns(plan: Plan, i: int, z: Tensor, passed: Tensor | None) -> Tensor:
         torch.clamp_min(z, 0, out=inside)
     else:
         torch.mul(z, passed.view(z.shape), out=inside)
-    return windows_of(images, layer)
+    return _windows(images, layer)
+
+
+def _windows(images: Tensor, layer: Layer) -> Tensor:
+    """Patches (tasks, rows, kernel * kernel * channels) of padded images (tasks, images, height, width, channels)."""
+    windows = images.unfold(2, layer.kernel, layer.stride).unfold(3, layer.kernel, layer.stride)
+    return windows.permute(0, 1, 2, 3, 5, 6, 4).flatten(4).flatten(1, 3)
 
 
 def _images(plan: Plan, i: int, columns: Tensor, passed: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import metaleader as ml
 from metaleader.engine.conv.layout import Plan
-from metaleader.engine.conv.torch_ops import TorchPasses
+from metaleader.engine.conv.torch_ops import TorchPasses, input_patches
 from metaleader.engine.conv.trace import find_chain
 from metaleader.nets.functional import Network
 
@@ -65,7 +65,7 @@ def compare_passes(model: nn.Module, size: tuple[int, int], make: Any, device: t
     v, x = 0.1 * spread("v", 2, plan.total), spread("x", 2, images, chain.layers[0].channels, *size)
 
     def run(passes: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-        theta, direction, patches = flat.to(dtype), v.to(dtype), plan.patches(x.to(dtype))
+        theta, direction, patches = flat.to(dtype), v.to(dtype), input_patches(plan, x.to(dtype))
         y, saved = passes.forward(theta, patches)
         slope, slope_dot = (spread(name, *y.shape).to(dtype) for name in ("slope", "slope_dot"))
         parts = passes.backward(theta, saved, slope)
@@ -89,7 +89,7 @@ def find_what_is_no_number(make: Any, device: torch.device) -> None:
     passes = make(Plan(chain.layers, (9, 9), 16))
     params = {name: value[None].to(device) for name, value in chain.network.params().items()}
     flat = passes.plan.flatten(params).expand(2, -1).contiguous()
-    y, saved = passes.forward(flat, passes.plan.patches(torch.ones(2, 3, 3, 9, 9, device=device)))
+    y, saved = passes.forward(flat, input_patches(passes.plan, torch.ones(2, 3, 3, 9, 9, device=device)))
     slope = torch.ones_like(y)
     slope[0, 0, 0] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     gradient = passes.whole(passes.backward(flat, saved, slope))
