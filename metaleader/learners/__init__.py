@@ -5,8 +5,9 @@ from metaleader.learners.bayes import BayesianHead
 from metaleader.learners.data import store
 from metaleader.learners.ftml import FTML
 from metaleader.learners.learner import Learner
+from metaleader.learners.measure import predict_together
+from metaleader.learners.together import update_together
 from metaleader.learners.trial import trial
-from metaleader.learners.update import predict_together, update_together
 
 __all__ = [
     "FTL",

@@ -27,7 +27,7 @@ from metaleader.learners.many import predict_many
 from metaleader.learners.optimizer import Rule, State, state_tree
 from metaleader.learners.options import Configured, Model, initial_module, initial_params
 from metaleader.learners.sharded import agree_on_learner
-from metaleader.learners.update import update_together
+from metaleader.learners.together import update_together
 from metaleader.losses import Loss, check_loss
 from metaleader.memory.contract import Memory
 from metaleader.nets.functional import Layout, Network, Statistics

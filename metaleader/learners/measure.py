@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.engine.determinism import repeatable
 from metaleader.learners.learner import Learner
-from metaleader.learners.update import predict_together
+from metaleader.learners.update import stack
 from metaleader.losses import Loss, takes_labels
-from metaleader.tasks import Batch, to_device
+from metaleader.system.settings import keeps_settings
+from metaleader.tasks import Batch, ClassBatch, Tree, to_device
 
 ADAPTATION_STEPS = 5
 
@@ -96,3 +97,34 @@ def overrides(learner: Any, *names: str) -> bool:
     return not isinstance(learner, Learner) or any(
         getattr(type(learner), name) is not getattr(Learner, name) or name in vars(learner) for name in names
     )
+
+
+@keeps_settings
+@torch.no_grad()
+def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Sequence[int]) -> dict[str, Tensor] | None:
+    """Predictions of learners of one shape adapted to D_t, (learners, rows, ...), by number of steps and "task".
+
+    None where the learners must be asked one by one: with dropout, whose masks differ, without data, and where
+    learners, data or rows differ in kind or shape.
+    """
+    lead = learners[0]
+    if any(number < 0 for number in steps):
+        raise ValueError(f"steps must be integers of at least 0, got {list(steps)}")
+    data = [learner.memory.current() if learner.task is not None else None for learner in learners]
+    if lead.network.has_dropout or any(batch is None for batch in data):
+        return None
+    kinds = {(type(learner), learner.definition.adaptation) for learner in learners}
+    ways = [learner.memory.current_classes() if learner.task is not None else None for learner in learners]
+    sizes = {
+        str(tree_map(lambda leaf: leaf.shape, group))
+        for group in zip(data, xs, (() if one is None else one for one in ways), strict=True)
+    }
+    if len(kinds) > 1 or len(sizes) > 1 or not all(lead.network.is_like(learner.network) for learner in learners[1:]):
+        return None
+    params = lead.definition.objective.layout.named(torch.stack([learner.state.flat for learner in learners]))
+    chosen = lead.network.num_classes is not None
+    stacked_classes = stack([learner.memory.current_classes() for learner in learners]) if chosen else None
+    batch, x = stack(list(zip(data, xs, strict=True)))
+    batch = batch if stacked_classes is None else ClassBatch(batch.x, batch.y, stacked_classes)
+    adaptation = lead.definition.adaptation
+    return lead.engine.predictions(lead.network, adaptation, steps, params, batch, x, stacked_classes)

@@ -19,7 +19,11 @@ from torch.utils._pytree import tree_map
 
 from metaleader.distributed.shards import Shard
 from metaleader.engine.engine import Engine
-from metaleader.learners.batches import num_tasks
+from metaleader.engine.objective import GradientSteps
+from metaleader.learners.outer import Outer
+from metaleader.learners.sharded import ShardedDraw, merge_norms
+from metaleader.learners.update import draw_numbers, gather, num_tasks
+from metaleader.memory.rows import Draw
 from metaleader.tasks import num_rows
 
 if TYPE_CHECKING:
@@ -47,6 +51,39 @@ class Failure(NamedTuple):
     drawn: list[str | None]
     bad: list[str | None]
     culprits: dict[str, str]
+
+
+def culprits(
+    learner: Learner,
+    draw: Draw | ShardedDraw | None,
+    numbers: range,
+    update: int,
+    aside: Mapping[str, str],
+    outer: Outer,
+    error: ValueError | None,
+) -> dict[str, str]:
+    """The tasks to leave out after a failed update, with reasons; raises an error if they cannot be singled out."""
+    assert draw is not None
+    draw, examined = draw.at(slice(0, update + 1)), draw_numbers(learner, numbers[: update + 1])
+    if isinstance(draw, ShardedDraw):
+        norms: dict[str | None, float] | None = {}
+        for shard, drawn in draw.by_shard.items():
+            some = longest_gradients(learner, examined, gather(learner, drawn), aside, shard)
+            norms = None if norms is None or some is None else _largest(norms, some)
+        norms = merge_norms(learner.sharding, norms)
+    else:
+        norms = longest_gradients(learner, examined, gather(learner, draw), aside)
+    failure = judge(norms)
+    num = len(learner.memory.sizes()) - len(learner.set_aside)
+    if failure.culprits and 2 * len(failure.culprits.keys() | aside.keys()) <= num:
+        return failure.culprits
+    if None not in failure.bad and num > 1 and (error is None or len(failure.bad) < len(failure.drawn)):
+        learner.skipped += len(numbers)
+    raise error or _not_finite(learner, failure, update, len(numbers), outer.lrs(numbers)[update])
+
+
+def _largest(norms: dict[str | None, float], others: dict[str | None, float]) -> dict[str | None, float]:
+    return norms | {name: max(norm, norms.get(name, 0.0)) for name, norm in others.items()}
 
 
 def longest_gradients(
@@ -145,3 +182,15 @@ def _one_by_one(of_rows: Callable[[int, int], Tensor], total: int) -> Tensor:
         if i == _FEW and not bool(torch.isfinite(norms).any()):
             break
     return norms
+
+
+def _not_finite(learner: Learner, failure: Failure, update: int, num_updates: int, lr: float) -> ValueError:
+    adaptation = learner.definition.adaptation
+    inner = f" or inner_lr ({adaptation.lr or 'learned'})" if isinstance(adaptation, GradientSteps) else ""
+    drawn = names_text(failure.drawn, learner.task)
+    bad = f"; not finite alone: {names_text(failure.bad, learner.task)}" if failure.bad else ""
+    return ValueError(
+        f"the loss, its gradient or a parameter is not finite at update {update + 1} of {num_updates}, round"
+        f" {learner.round} (task {learner.task!r}, {learner.num_datapoints} datapoints; drawn: {drawn}{bad}): lower"
+        f" meta_lr ({lr}){inner}, set clip, or check the scale of the data; the learner is as before the call"
+    )

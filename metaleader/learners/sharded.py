@@ -20,8 +20,8 @@ from metaleader.distributed.shards import Shard, Sharding, shard_weights
 from metaleader.engine.form import choose_form, form_of
 from metaleader.engine.hook import StateReadError
 from metaleader.engine.objective import Form
-from metaleader.learners.batches import GATHERED_UPDATES, draw_meta_batches, stacked_batches, unbind
 from metaleader.learners.outer import Outer
+from metaleader.learners.update import GATHERED_UPDATES, draw_meta_batches, stacked_batches, unbind
 from metaleader.memory.rows import Draw
 from metaleader.system import machine
 from metaleader.system.machine import memory_bytes

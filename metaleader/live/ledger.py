@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from metaleader.learners.learner import Learner
-from metaleader.learners.update import FailedUpdate
+from metaleader.learners.together import FailedUpdate
 from metaleader.live.calls import Call, Observe, Predict, Readmit, Update, fingerprint
 from metaleader.live.errors import ConflictError
 from metaleader.live.update import PreparedUpdate

@@ -14,7 +14,7 @@ from typing import Any
 
 from metaleader.learners.learner import Learner
 from metaleader.learners.optimizer import State
-from metaleader.learners.update import FailedUpdate
+from metaleader.learners.together import FailedUpdate
 from metaleader.live import worker
 from metaleader.live.update import PreparedUpdate
 

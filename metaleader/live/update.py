@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from metaleader.engine.hook import OwnGradient, StateReadError
-from metaleader.learners.batches import Gathered
 from metaleader.learners.learner import Learner
 from metaleader.learners.optimizer import State
-from metaleader.learners.update import gather_updates, state_after
+from metaleader.learners.together import state_after
+from metaleader.learners.update import Gathered, gather_updates
 
 
 class PreparedUpdate:

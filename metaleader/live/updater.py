@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from metaleader.learners.update import FailedUpdate
+from metaleader.learners.together import FailedUpdate
 from metaleader.live import checkpoints
 from metaleader.live.calls import Update
 from metaleader.live.recovery import Opened, state_of

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from metaleader.learners.batches import Gathered
 from metaleader.learners.learner import Learner
 from metaleader.learners.optimizer import State, state_from_tree, state_tree
-from metaleader.learners.update import FailedUpdate, state_after
+from metaleader.learners.together import FailedUpdate, state_after
+from metaleader.learners.update import Gathered
 from metaleader.live import factories
 from metaleader.live.opening import warm_up
 from metaleader.live.settings import settings_of

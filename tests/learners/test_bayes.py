@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 import metaleader as ml
 from metaleader.checks import check_learner
-from metaleader.learners.batches import gather
+from metaleader.learners.update import gather
 
 
 def head(features=3, outputs=1, loss=ml.losses.squared_error, net=None, **settings):

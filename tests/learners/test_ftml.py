@@ -11,7 +11,7 @@ from torch import nn
 
 import metaleader as ml
 from metaleader.engine.engine import Engine
-from metaleader.learners.update import predict_together
+from metaleader.learners.measure import predict_together
 
 
 def net() -> nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 import metaleader as ml
 from metaleader.checks import check_learner
 from metaleader.evaluate import play_together
-from metaleader.learners.batches import draw_meta_batches, gather
+from metaleader.learners.update import draw_meta_batches, gather
 from metaleader.tasks import rng
 
 SETTINGS: Any = {"meta_steps": 2, "tasks_per_step": 5, "query": 3, "inner_lr": 0.1, "inner_steps": 2, "meta_lr": 0.5}

@@ -19,7 +19,7 @@ from sessions import batch, make, make_head, make_sizes, plain_learner, same_sta
 
 from metaleader import losses
 from metaleader.learners import FTML
-from metaleader.learners.update import FailedUpdate
+from metaleader.learners.together import FailedUpdate
 from metaleader.live import runner, worker
 from metaleader.live.process import EndedError, RefusedError
 from metaleader.live.runner import Runner
