@@ -31,20 +31,12 @@ class Outer:
 
     def __init__(self, rule: Rule, layout: Layout, states: Sequence[State]) -> None:
         self._rule, self._states = rule, states
-        self.form = states[0].form
-        self.elementwise = isinstance(rule.optimizer, str)
+        self.form, self.elementwise = states[0].form, isinstance(rule.optimizer, str)
         self.flat = torch.stack([state.flat for state in states])
-        if isinstance(rule.optimizer, str):
-            # A slot without dimensions counts steps and is the same for all learners.
-            slots = {
-                name: torch.stack([state.slots[name] for state in states]) if value.ndim else value.clone()
-                for name, value in states[0].slots.items()
-            }
-            self._batched = BatchedOptimizer(rule.optimizer, rule.clip, {"flat": self.flat, **slots})
+        if self.elementwise:
+            self._optimizer = self.make({"flat": self.flat, **_stacked_slots(states)})
         else:
-            self._rows = [list(layout.named(row).values()) for row in self.flat.unbind()]
-            self._layout = layout
-            self._optimizers = [_restored(rule, *pair) for pair in zip(self._rows, states, strict=True)]
+            self._optimizer = UserOptimizers(rule, layout, self.flat, states)
 
     @property
     def make(self) -> Callable[[dict[str, Tensor]], BatchedOptimizer]:
@@ -55,12 +47,13 @@ class Outer:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that a step changes; for the library's optimisers."""
-        return self._batched.tensors
+        assert isinstance(self._optimizer, BatchedOptimizer)
+        return self._optimizer.tensors
 
     def replace(self, tensors: dict[str, Tensor]) -> None:
         """Continue from tensors that were updated elsewhere."""
-        self._batched = self.make(tensors)
-        self.flat = self._batched.flat
+        self._optimizer = self.make(tensors)
+        self.flat = self._optimizer.flat
 
     def lrs(self, numbers: Sequence[int]) -> list[float]:
         """The step sizes of these updates."""
@@ -74,32 +67,11 @@ class Outer:
 
     def step(self, gradients: Tensor, norms: Tensor, lr: float) -> None:
         """Take one step down gradients, (learners, number of parameters), of known norms, (learners,)."""
-        if self.elementwise:
-            self._batched.step(gradients, norms, lr)
-            return
-        gradients = _clipped(gradients, norms, self._rule.clip)
-        groups = zip(self._optimizers, self._rows, self.flat, gradients, strict=True)
-        for optimizer, tensors, row, gradient in groups:
-            for tensor, value in zip(tensors, self._layout.named(gradient).values(), strict=True):
-                tensor.grad = value
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-            for tensor, view in zip(tensors, self._layout.named(row).values(), strict=True):
-                tensor.grad = None
-                if tensor.data_ptr() != view.data_ptr():  # the optimiser replaced the data of the parameter
-                    tensor.data = view.copy_(tensor)
+        self._optimizer.step(gradients, norms, lr)
 
     def states(self, step: int) -> list[State]:
         """The states after the updates, with the given number of updates made."""
-        rows = self.flat.detach().unbind()
-        if self.elementwise:
-            slots = self.tensors
-            del slots["flat"]
-            by_row = [{name: v[r] if v.ndim else v.clone() for name, v in slots.items()} for r in range(len(rows))]
-        else:
-            by_row = [_user_slots(optimizer) for optimizer in self._optimizers]
-        triples = zip(rows, by_row, self._states, strict=True)
+        triples = zip(self.flat.detach().unbind(), self._optimizer.slots(), self._states, strict=True)
         return [State(row, slots, step, state.schedule_start, self.form) for row, slots, state in triples]
 
 
@@ -138,6 +110,11 @@ class BatchedOptimizer:
         """All tensors that a step changes."""
         return {"flat": self.flat, **self._optimizer.state[self.flat]}
 
+    def slots(self) -> list[dict[str, Tensor]]:
+        """The optimiser's state of each learner, by name."""
+        slots = self._optimizer.state[self.flat]
+        return [{n: v[r] if v.ndim else v.clone() for n, v in slots.items()} for r in range(len(self.flat))]
+
     def step(self, gradients: Tensor, norms: Tensor, lr: float | Tensor) -> None:
         """Take one step down gradients of known norms, (learners,)."""
         group = self._optimizer.param_groups[0]
@@ -147,6 +124,41 @@ class BatchedOptimizer:
         self.flat.grad = _clipped(gradients, norms, self._clip)
         self._optimizer.step()
         self.flat.grad = None
+
+
+class UserOptimizers:
+    """A user's optimisers, one per learner.
+
+    Args:
+        rule: builds them.
+        layout: of the parameters.
+        flat: the parameters, (learners, number of parameters), changed in place.
+        states: the states of the learners, with those of their optimisers.
+    """
+
+    def __init__(self, rule: Rule, layout: Layout, flat: Tensor, states: Sequence[State]) -> None:
+        self._layout, self._flat, self._clip = layout, flat, rule.clip
+        self._rows = [list(layout.named(row).values()) for row in flat.unbind()]
+        self._optimizers = [_restored(rule, *pair) for pair in zip(self._rows, states, strict=True)]
+
+    def slots(self) -> list[dict[str, Any]]:
+        """The state of each optimiser, and its groups."""
+        return [_user_slots(optimizer) for optimizer in self._optimizers]
+
+    def step(self, gradients: Tensor, norms: Tensor, lr: float) -> None:
+        """Take one step down gradients of known norms, (learners,)."""
+        gradients = _clipped(gradients, norms, self._clip)
+        groups = zip(self._optimizers, self._rows, self._flat, gradients, strict=True)
+        for optimizer, tensors, row, gradient in groups:
+            for tensor, value in zip(tensors, self._layout.named(gradient).values(), strict=True):
+                tensor.grad = value
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            for tensor, view in zip(tensors, self._layout.named(row).values(), strict=True):
+                tensor.grad = None
+                if tensor.data_ptr() != view.data_ptr():  # the optimiser replaced the data of the parameter
+                    tensor.data = view.copy_(tensor)
 
 
 def _restored(rule: Rule, tensors: list[Tensor], state: State) -> torch.optim.Optimizer:
@@ -170,6 +182,13 @@ def _user_slots(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for group in tree["param_groups"]
     ]
     return {"state": {str(i): values for i, values in tree["state"].items()}, "groups": groups}
+
+
+def _stacked_slots(states: Sequence[State]) -> dict[str, Tensor]:
+    """The state of one of the library's optimisers for all learners."""
+    # A slot without dimensions counts steps and is the same for all learners.
+    slots = states[0].slots
+    return {n: torch.stack([s.slots[n] for s in states]) if v.ndim else v.clone() for n, v in slots.items()}
 
 
 @functools.cache

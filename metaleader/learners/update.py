@@ -52,17 +52,23 @@ def draw_meta_batches(
     """
     options, definition = learner.options, learner.definition
     sizes = (definition.support,) if isinstance(definition.support, int) else definition.support
-    numbers = draw_numbers(learner, numbers)
-    tasks = num_tasks(learner, shard)
-    widths = tasks, max(sizes), options.query
+    numbers, tasks = draw_numbers(learner, numbers), num_tasks(learner, shard)
     in_shard = {} if shard is None else {"shard": shard}
-    draw = learner.memory.draw(options.seed, numbers, *widths, definition.which, without, **in_shard)
-    if draw is None or len(sizes) == 1:
-        return draw
+    draw = learner.memory.draw(
+        options.seed, numbers, tasks, max(sizes), options.query, definition.which, without, **in_shard
+    )
+    return draw if draw is None or len(sizes) == 1 else _with_sizes(learner, draw, numbers, sizes, shard)
+
+
+def _with_sizes(
+    learner: Learner, draw: Draw, numbers: Sequence[int], sizes: Sequence[int], shard: Shard | None
+) -> Draw:
+    """A draw in which every task has one of several support sizes, drawn at random."""
+    tasks = num_tasks(learner, shard)
     key = () if shard is None else (shard.number,)
-    shots = [rng("support size", options.seed, n, *key).integers(len(sizes), size=tasks) for n in numbers]
+    shots = [rng("support size", learner.options.seed, n, *key).integers(len(sizes), size=tasks) for n in numbers]
     # Draws of n-way tasks have the classes one after the other, but for those from the current task.
-    groups = 1 if draw.classes is None or definition.which == "current" else draw.classes.shape[-1]
+    groups = 1 if draw.classes is None or learner.definition.which == "current" else draw.classes.shape[-1]
     return draw.with_support(np.asarray(sizes)[np.stack(shots)], groups)
 
 
@@ -82,17 +88,22 @@ def gather(learner: Learner, draw: Draw | Gathered) -> tuple[Any, Any]:
     if isinstance(draw, Gathered):
         return draw.support, draw.query
     adaptation = learner.definition.objective.adaptation
-    takes_weights = adaptation is not None and adaptation.takes_weights
-    if takes_weights and draw.classes is not None and learner.definition.which != "current":
-        draw = _alternating(draw, draw.classes.shape[-1])
+    if adaptation is not None and adaptation.takes_weights:
+        return _gather_weighted(learner, draw)
     support, query = learner.memory.gather(draw)
-    if takes_weights:
-        first = _first_occurrences(torch.cat([draw.support, draw.query], -1)).to(learner.state.flat)
-        weights = first.split([draw.support.shape[-1], draw.query.shape[-1]], -1)
-        return WeightedBatch(*support, weights[0]), WeightedBatch(*query, weights[1])
     if learner.network.num_classes is None or draw.classes is None:
         return support, query
     return ClassBatch(*support, draw.classes), ClassBatch(*query, draw.classes)
+
+
+def _gather_weighted(learner: Learner, draw: Draw) -> tuple[WeightedBatch, WeightedBatch]:
+    """The batches of a draw for an adaptation that takes weights: repeated datapoints have weight 0."""
+    if draw.classes is not None and learner.definition.which != "current":
+        draw = _alternating(draw, draw.classes.shape[-1])
+    support, query = learner.memory.gather(draw)
+    first = _first_occurrences(torch.cat([draw.support, draw.query], -1)).to(learner.state.flat)
+    weights = first.split([draw.support.shape[-1], draw.query.shape[-1]], -1)
+    return WeightedBatch(*support, weights[0]), WeightedBatch(*query, weights[1])
 
 
 def _alternating(draw: Draw, num_ways: int) -> Draw:
@@ -110,10 +121,8 @@ def _first_occurrences(index: Tensor) -> Tensor:
     return ~(index[..., :, None] == index[..., None, :]).tril(-1).any(-1)
 
 
-def _dropout_seeds(learner: Learner, numbers: Sequence[int], shard: Shard | None = None) -> Tensor | None:
+def _dropout_seeds(learner: Learner, numbers: Sequence[int], shard: Shard | None = None) -> Tensor:
     """Seeds of the dropout masks, (updates, inner steps + 1, tasks)."""
-    if not learner.network.has_dropout:
-        return None
     shape = (learner.definition.objective.inner.steps + 1, num_tasks(learner, shard))
     key = () if shard is None else (shard.number,)
     seeds = [rng("dropout", learner.options.seed, n, *key).integers(2**31, size=shape) for n in numbers]
@@ -131,9 +140,9 @@ def stacked_batches(
     pairs = [gather(learner, draw.at(chunk)) for learner, draw in zip(learners, draws, strict=True)]
     # Updates come first, so that the inputs of one update have the same strides whatever the number of updates.
     support, query = (stack(list(trees), 1) for trees in zip(*pairs, strict=True))
-    noises = [_dropout_seeds(learner, numbers[chunk], shard) for learner in learners]
-    noise = None if noises[0] is None else stack([seeds for seeds in noises if seeds is not None], 1)
-    return support, query, noise
+    if not learners[0].network.has_dropout:
+        return support, query, None
+    return support, query, stack([_dropout_seeds(learner, numbers[chunk], shard) for learner in learners], 1)
 
 
 def stack(trees: list[Any], dim: int = 0) -> Any:
