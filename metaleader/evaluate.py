@@ -11,7 +11,7 @@ import numpy as np
 from metaleader.learners import Learner, store, trial, update_together
 from metaleader.learners.measure import ADAPTATION_STEPS, NO_PARTS, Parts, measure_together, overrides
 from metaleader.losses import Loss, takes_labels, unsmoothed
-from metaleader.tasks import Task, TaskStream, num_rows, rows, stream_advice, to_device
+from metaleader.tasks import Task, TaskStream, check_streams, check_tasks, num_rows, rows, to_device
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def play_together(
     """
     steps = [int(steps)] if isinstance(steps, int | np.integer) else steps
     _check_options(reveal, reveals, steps, parts)
-    num_rounds = _check_streams(streams, len(learners), start)
+    num_rounds = check_streams(streams, len(learners), start)
     for learner in learners:
         _check_learner(learner, ["begin", "observe", "adapt", *(["update"] if regret else [])], loss)
     metric = loss or unsmoothed(learners[0].loss)
@@ -118,10 +118,11 @@ def play_together(
     options = _Options(reveal, reveals, gamma, steps, measure_at, before_at, regret, metric, parts)
     for t in range(start, num_rounds):
         tasks = [stream[t] for stream in streams]
-        ends = _ends(_check_tasks(tasks, t), options)
-        is_late = t > 0 and not _updates(learners, regret)
-        num_late = len(_ends(num_rows(streams[0][t - 1].train), options)) if is_late else 0
-        yield from _play_round(learners, tasks, t, ends, num_late, options)
+        ends = _ends(check_tasks(tasks, t), options)
+        # The updates of learners that restart in every round are their adaptation to D_t, also for the regret.
+        update = not regret or _restart(learners)
+        num_late = 0 if update or t == 0 else len(_ends(num_rows(streams[0][t - 1].train), options))
+        yield from _Round(learners, tasks, t, options).play(ends, update, num_late)
 
 
 class _Options(NamedTuple):
@@ -138,64 +139,78 @@ class _Options(NamedTuple):
     parts: Parts
 
 
-def _play_round(
-    learners: Sequence[Any], tasks: Sequence[Task], t: int, ends: list[int], num_late: int, options: _Options
-) -> Iterator[list[Record]]:
-    """Play a round, with reveals that end at these sizes, after the updates that are due from the round before."""
-    metric, gamma, steps = options.metric, options.gamma, options.steps
-    update, stop = _updates(learners, options.regret), max(ends, default=0)
-    sizes = ends if options.measure_at is None else sorted(size for size in {*options.measure_at} if 0 < size <= stop)
-    between = [size for size in sizes if size not in ends]
-    early = [] if _restart(learners) else sorted(size for size in {*options.before_at} if size <= stop)
-    _check_trials(learners, between, early, sizes, t)
-    _begin(learners, tasks, num_late)
-    needed: list[int | None] = [None] * len(tasks)
-    tests = [
-        to_device(task.test, getattr(learner, "device", "cpu")) for learner, task in zip(learners, tasks, strict=True)
-    ]
+class _Round:
+    """Round t and its measurements.
 
-    def records(datapoints: int) -> list[Record]:
+    Attributes:
+        needed: per learner, the number of datapoints at the first record that met the threshold.
+        before: by size of D_t, the values that w_t gives, per learner.
+    """
+
+    def __init__(self, learners: Sequence[Any], tasks: Sequence[Task], t: int, options: _Options) -> None:
+        self.learners, self.tasks, self.t, self.options = learners, tasks, t, options
+        pairs = zip(learners, tasks, strict=True)
+        self._tests = [to_device(task.test, getattr(learner, "device", "cpu")) for learner, task in pairs]
+        self.needed: list[int | None] = [None] * len(tasks)
+        self.before: dict[int, list[dict[str, float]]] = {}
+
+    def play(self, ends: list[int], update: bool, num_late: int) -> Iterator[list[Record]]:
+        """Play the round, with reveals that end at these sizes, after the updates that are due from the last round."""
+        learners, tasks, options = self.learners, self.tasks, self.options
+        sizes = ends if options.measure_at is None else _up_to(options.measure_at, ends, 1)
+        between = [size for size in sizes if size not in ends]
+        early = _up_to(options.before_at, ends) if options.before_at and not _restart(learners) else []
+        if between or early:
+            _check_trials(learners, between, early, sizes, self.t)
+        _begin(learners, tasks, num_late)
+        for size in early:
+            self.measure_before(size)
+        for first, end in zip([0, *ends[:-1]], ends, strict=True):
+            for size in (size for size in between if first < size < end):
+                yield self.tried_records(first, size, update)
+            _observe(learners, tasks, slice(first, end), update)
+            if end in sizes:
+                yield self.records(end)
+
+    def records(self, datapoints: int) -> list[Record]:
         """The records of the learners as they are now."""
-        records = []
-        measured = measure_together(learners, tests, metric, steps, options.parts)
-        for r, (learner, task, values) in enumerate(zip(learners, tasks, measured, strict=True)):
-            if gamma is not None and needed[r] is None and _meets(values, gamma):
-                needed[r] = datapoints
+        records, options = [], self.options
+        protocol = "regret" if options.regret else "online"
+        measured = measure_together(self.learners, self._tests, options.metric, options.steps, options.parts)
+        for r, (learner, task, values) in enumerate(zip(self.learners, self.tasks, measured, strict=True)):
+            if options.gamma is not None and self.needed[r] is None and _meets(values, options.gamma):
+                self.needed[r] = datapoints
             if task.ids is not None and hasattr(learner, "num_new"):
                 values["new_datapoints"] = learner.num_new
-            if datapoints in before:
-                values |= {f"{n}_before": v for n, v in before[datapoints][r].items() if n in ("loss", "accuracy")}
+            if datapoints in self.before:
+                before = self.before[datapoints][r]
+                values |= {f"{n}_before": v for n, v in before.items() if n in ("loss", "accuracy")}
             value, accuracy = values.pop("loss"), values.pop("accuracy", None)
-            protocol = "regret" if options.regret else "online"
-            records.append(Record(protocol, t, task.name, datapoints, value, accuracy, needed[r], values))
+            records.append(Record(protocol, self.t, task.name, datapoints, value, accuracy, self.needed[r], values))
         return records
 
-    before: dict[int, list[dict[str, float]]] = {}
-    for size in early:
-        with trial(learners):
-            _observe(learners, tasks, slice(0, size), update=False, tried=True)
-            before[size] = measure_together(learners, tests, metric, steps[:1])
-    for first, end in zip([0, *ends[:-1]], ends, strict=True):
-        for size in (size for size in between if first < size < end):
-            with trial(learners):
-                _observe(learners, tasks, slice(first, size), update, tried=True)
-                found = records(size)
-            yield found
-        _observe(learners, tasks, slice(first, end), update)
-        if end in sizes:
-            yield records(end)
+    def tried_records(self, first: int, size: int, update: bool) -> list[Record]:
+        """The records after a shorter reveal, which is then undone."""
+        with trial(self.learners):
+            _observe(self.learners, self.tasks, slice(first, size), update, tried=True)
+            return self.records(size)
+
+    def measure_before(self, size: int) -> None:
+        """Measure the learners as they are now, adapted to this number of datapoints of the task."""
+        with trial(self.learners):
+            _observe(self.learners, self.tasks, slice(0, size), update=False, tried=True)
+            self.before[size] = measure_together(
+                self.learners, self._tests, self.options.metric, self.options.steps[:1]
+            )
+
+
+def _up_to(sizes: Collection[int], ends: list[int], least: int = 0) -> list[int]:
+    """The sizes that D_t reaches, in order."""
+    return sorted(size for size in {*sizes} if least <= size <= max(ends, default=0))
 
 
 def _restart(learners: Sequence[Any]) -> bool:
     return all(getattr(learner, "restarts", False) for learner in learners)
-
-
-def _updates(learners: Sequence[Any], regret: bool) -> bool:
-    """Whether updates are made within a round.
-
-    A learner that restarts in every round trains only on D_t: its updates are its adaptation, also for the regret.
-    """
-    return not regret or _restart(learners)
 
 
 def preload(learner: Any, stream: TaskStream | Sequence[Task], tasks: int, datapoints: int | None = None) -> None:
@@ -215,7 +230,7 @@ def preload(learner: Any, stream: TaskStream | Sequence[Task], tasks: int, datap
         raise ValueError(f"cannot preload {tasks} tasks of {datapoints} datapoints from {len(stream)} tasks")
     for t in range(tasks):
         task = stream[t]
-        _check_tasks([task], t)
+        check_tasks([task], t)
         _begin([learner], [task])
         _observe([learner], [task], slice(0, datapoints), update=False)
 
@@ -304,27 +319,6 @@ def can_try(learner: Any) -> bool:
     return not overrides(learner, "observe", "update")
 
 
-def _check_streams(streams: Sequence[Any], num_learners: int, start: int) -> int:
-    for stream in streams:
-        if advice := stream_advice(stream):
-            raise ValueError(f"a stream is a sequence of tasks, got {advice}")
-        if not hasattr(stream, "__len__"):
-            raise ValueError(
-                "a stream must have a length and be indexed by round: pass a list of tasks, not an iterator"
-            )
-    lengths = [len(stream) for stream in streams]
-    if len(set(lengths)) != 1 or len(lengths) != num_learners:
-        raise ValueError(
-            "there must be one stream per learner, all of the same length; got"
-            f" {len(lengths)} streams of {lengths} tasks for {num_learners} learners"
-        )
-    if not lengths[0]:
-        raise ValueError("the stream has no tasks")
-    if not 0 <= start <= lengths[0]:
-        raise ValueError(f"start must be a round of the stream's {lengths[0]} tasks, got {start}")
-    return lengths[0]
-
-
 def _check_learner(learner: Any, methods: Sequence[str], loss: Loss | None) -> None:
     absent = [name for name in methods if not callable(getattr(learner, name, None))]
     if absent:
@@ -336,15 +330,3 @@ def _check_learner(learner: Any, methods: Sequence[str], loss: Loss | None) -> N
             f"{type(learner).__name__} overrides predict, and measurements call the nets that adapt returns;"
             " override adapt, which predict calls"
         )
-
-
-def _check_tasks(tasks: Sequence[Any], t: int) -> int:
-    for task in tasks:
-        if not isinstance(task, Task):
-            raise ValueError(f"stream[{t}] is a {type(task).__name__}, not a Task(name, train, test)")
-    sizes = {num_rows(task.train) for task in tasks}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"streams played together must have tasks of equal size; round {t} has {sorted(sizes)} datapoints"
-        )
-    return sizes.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -264,6 +265,41 @@ def stream_advice(value: Any) -> str:
     if hasattr(value, "columns") and hasattr(value, "to_numpy"):
         return f"{kind}; make a stream with metaleader.streams.from_frame(frame, group=..., target=...)"
     return ""
+
+
+def check_streams(streams: Sequence[Any], num_learners: int, start: int) -> int:
+    """Reject what is not one stream per learner of equal lengths, or has no round `start`; returns the length."""
+    for stream in streams:
+        if advice := stream_advice(stream):
+            raise ValueError(f"a stream is a sequence of tasks, got {advice}")
+        if not hasattr(stream, "__len__"):
+            raise ValueError(
+                "a stream must have a length and be indexed by round: pass a list of tasks, not an iterator"
+            )
+    lengths = [len(stream) for stream in streams]
+    if len(set(lengths)) != 1 or len(lengths) != num_learners:
+        raise ValueError(
+            "there must be one stream per learner, all of the same length; got"
+            f" {len(lengths)} streams of {lengths} tasks for {num_learners} learners"
+        )
+    if not lengths[0]:
+        raise ValueError("the stream has no tasks")
+    if not 0 <= start <= lengths[0]:
+        raise ValueError(f"start must be a round of the stream's {lengths[0]} tasks, got {start}")
+    return lengths[0]
+
+
+def check_tasks(tasks: Sequence[Any], t: int) -> int:
+    """Reject what is not one task per stream of round t, of equal sizes; returns the number of datapoints."""
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise ValueError(f"stream[{t}] is a {type(task).__name__}, not a Task(name, train, test)")
+    sizes = {num_rows(task.train) for task in tasks}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"streams played together must have tasks of equal size; round {t} has {sorted(sizes)} datapoints"
+        )
+    return sizes.pop()
 
 
 def _described(leaf: Any) -> str:

@@ -182,6 +182,20 @@ def mean_gradient(
     if inner.unroll is not False and not in_transform():
         with contextlib.suppress(TooLargeError):
             return unrolled_mean(loss_fn, moving, fixed, inner, support, query, noise, lr_gradient)
+    return _adjoint_mean(loss_fn, moving, fixed, inner, support, query, noise, lr_gradient)
+
+
+def _adjoint_mean(
+    loss_fn: LossFn,
+    moving: Params,
+    fixed: Params,
+    inner: Inner,
+    support: Any,
+    query: Any,
+    noise: Tensor | None,
+    lr_gradient: bool,
+) -> tuple[Tensor, Params, Params]:
+    """`mean_gradient` by the adjoint recursion."""
     # vmap is outermost: torch 2.13 gives a wrong second derivative of batch norm for torch.func.grad over vmap.
     one_task = lambda *batch: _task_gradient(loss_fn, moving, fixed, inner, lr_gradient, *batch)  # noqa: E731
     many_tasks = vmap(one_task, in_dims=(0, 0) + (() if noise is None else (1,)))

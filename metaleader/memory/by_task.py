@@ -20,7 +20,7 @@ from metaleader.memory.room import droppable, within_limits
 from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_data
 from metaleader.memory.saved import entries_from_tree, entries_tree
 from metaleader.memory.sharded import ShardedRows
-from metaleader.tasks import Batch, rng, rows
+from metaleader.tasks import Batch, rng
 
 # The storage is regrouped when this fraction of its rows belongs to no task.
 _MAX_HOLES = 0.25
@@ -86,9 +86,7 @@ class TaskBuffer:
             raise ValueError("observe before begin: call begin(name) to open a task first, or pass task=name")
         kept = None
         if self._is_limited:
-            entry, kept = within_limits(entries, self.weights, self.limits, batch, task)
-            if not np.array_equal(kept.stored, range(kept.num)):
-                batch = rows(batch, torch.from_numpy(kept.stored))
+            entry, kept, batch = within_limits(entries, self.weights, self.limits, batch, task)
         else:
             entry = entries.target(task)
         number = entries.seen if entry is None else entry.number

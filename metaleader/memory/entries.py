@@ -156,8 +156,10 @@ class Entries:
 
         The closed rounds of a name become one entry.
         """
-        if name is None:
-            return self.round
+        return self.round if name is None else self._merged(name)
+
+    def _merged(self, name: str) -> Entry | None:
+        """The closed rounds of a name and the data under it, as one entry; None if it has none."""
         entries = self.closed(name)
         if not entries:
             return None
@@ -185,20 +187,11 @@ class Entries:
         is_new, was_drawn = entry is None, entry is not None and entry.number not in self.idle
         if entry is None:
             entry = self._new(str(self.open) if name is None else name, merged=name is not None)
-        if is_new and name is None:
-            self.round, self.open = entry, None
-        if not is_new:
+            if name is None:
+                self.round, self.open = entry, None
+        else:
             self._change(entry)
-        if kept is not None and kept.dropped:
-            self._free(entry.drop(kept.dropped))
-        num_replaced = 0 if kept is None else len(kept.replaced)
-        if kept is not None and num_replaced:
-            entry_rows, positions = entry.scatter(), kept.replaced
-            before = entry_rows[positions]
-            self._undo.append(lambda: entry_rows.__setitem__(positions, before))
-            self._free(before)
-            entry_rows[positions] = rows[:num_replaced]
-        entry.add(rows[num_replaced:])
+        entry.add(rows if kept is None else self._replace(entry, rows, kept))
         entry.observed += len(rows) if kept is None else kept.num
         entry.touched, self.clock = self.clock, self.clock + 1
         self.total += len(rows)
@@ -208,6 +201,19 @@ class Entries:
             if not is_new:
                 self._leave(entry)
             self._enter(entry)
+
+    def _replace(self, entry: Entry, rows: range | np.ndarray, kept: Kept) -> range | np.ndarray:
+        """Drop datapoints of an entry, and replace others by the first of the new rows; returns the remaining rows."""
+        if kept.dropped:
+            self._free(entry.drop(kept.dropped))
+        num_replaced = len(kept.replaced)
+        if num_replaced:
+            entry_rows, positions = entry.scatter(), kept.replaced
+            before = entry_rows[positions]
+            self._undo.append(lambda: entry_rows.__setitem__(positions, before))
+            self._free(before)
+            entry_rows[positions] = rows[:num_replaced]
+        return rows[num_replaced:]
 
     def keep(self, entry: Entry, positions: np.ndarray) -> None:
         """Keep the datapoints of an entry at some positions."""

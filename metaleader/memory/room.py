@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from metaleader.memory.entries import Entries
 from metaleader.memory.entry import Entry
 from metaleader.memory.limits import Kept, Limits
 from metaleader.memory.pools import weights_of
 from metaleader.memory.rows import Weights, bytes_of
-from metaleader.tasks import Batch, num_rows
+from metaleader.tasks import Batch, num_rows, rows
 
 
 def within_limits(
     entries: Entries, weights: Weights | None, limits: Limits, batch: Batch, task: str | None
-) -> tuple[Entry | None, Kept]:
+) -> tuple[Entry | None, Kept, Batch]:
     """Drop other tasks until there is room for new datapoints of a task, or of the open round for None.
 
-    Returns the entry that they belong to, None for a new one, and which datapoints it keeps. `begin` has made room for
-    the open round among the tasks.
+    Returns the entry that they belong to, None for a new one, which datapoints it keeps, and those of the new ones that
+    are stored. `begin` has made room for the open round among the tasks.
     """
     row_bytes = bytes_of(batch)
     most, in_all = limits.in_task(row_bytes), limits.in_all(row_bytes)
@@ -44,7 +45,8 @@ def within_limits(
         while (num_tasks > 0 or is_too_large()) and (other := next(others, None)) is not None:
             entries.drop(other)
             num_tasks -= 1
-    return entry, kept
+    stores_all = np.array_equal(kept.stored, range(kept.num))
+    return entry, kept, batch if stores_all else rows(batch, torch.from_numpy(kept.stored))
 
 
 def droppable(entries: Entries, weights: Weights | None, kept: Sequence[Entry | None] = ()) -> Iterator[Entry]:
