@@ -113,18 +113,24 @@ def predict_together(learners: Sequence[Learner], xs: Sequence[Tree], steps: Seq
     data = [learner.memory.current() if learner.task is not None else None for learner in learners]
     if lead.network.has_dropout or any(batch is None for batch in data):
         return None
-    kinds = {(type(learner), learner.definition.adaptation) for learner in learners}
-    ways = [learner.memory.current_classes() if learner.task is not None else None for learner in learners]
-    sizes = {
-        str(tree_map(lambda leaf: leaf.shape, group))
-        for group in zip(data, xs, (() if one is None else one for one in ways), strict=True)
-    }
-    if len(kinds) > 1 or len(sizes) > 1 or not all(lead.network.is_like(learner.network) for learner in learners[1:]):
+    if len(learners) > 1 and not _are_alike(learners, data, xs):
         return None
     params = lead.definition.objective.layout.named(torch.stack([learner.state.flat for learner in learners]))
-    chosen = lead.network.num_classes is not None
-    stacked_classes = stack([learner.memory.current_classes() for learner in learners]) if chosen else None
     batch, x = stack(list(zip(data, xs, strict=True)))
-    batch = batch if stacked_classes is None else ClassBatch(batch.x, batch.y, stacked_classes)
-    adaptation = lead.definition.adaptation
-    return lead.engine.predictions(lead.network, adaptation, steps, params, batch, x, stacked_classes)
+    classes = None
+    if lead.network.num_classes is not None:
+        classes = stack([learner.memory.current_classes() for learner in learners])
+        batch = ClassBatch(batch.x, batch.y, classes)
+    return lead.engine.predictions(lead.network, lead.definition.adaptation, steps, params, batch, x, classes)
+
+
+def _are_alike(learners: Sequence[Learner], data: Sequence[Batch | None], xs: Sequence[Tree]) -> bool:
+    """Whether one program adapts all learners to their data and predicts these rows."""
+    lead = learners[0]
+    if len({(type(learner), learner.definition.adaptation) for learner in learners}) > 1:
+        return False
+    ways = [learner.memory.current_classes() for learner in learners]
+    groups = zip(data, xs, (() if classes is None else classes for classes in ways), strict=True)
+    if len({str(tree_map(lambda leaf: leaf.shape, group)) for group in groups}) > 1:
+        return False
+    return all(lead.network.is_like(learner.network) for learner in learners[1:])

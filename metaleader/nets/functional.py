@@ -293,15 +293,18 @@ class Network:
         if self.loss is squared_error:  # it takes all values of one shape
             return
         if takes_labels(self.loss):
-            low, high = int(batch.y.min()), int(batch.y.max())
-            assert self._outputs is not None
-            if low < 0 or high >= self._outputs:
-                raise ValueError(
-                    f"{where}: labels must lie in 0..{self._outputs - 1}, the model has {self._outputs} outputs; got"
-                    f" {low}..{high}"
-                )
+            self._check_labels(batch.y, where)
         else:
             try_loss(self, params, batch, where)
+
+    def _check_labels(self, y: Tensor, where: str) -> None:
+        low, high = int(y.min()), int(y.max())
+        assert self._outputs is not None
+        if low < 0 or high >= self._outputs:
+            raise ValueError(
+                f"{where}: labels must lie in 0..{self._outputs - 1}, the model has {self._outputs} outputs; got"
+                f" {low}..{high}"
+            )
 
     def isolated(self) -> Network:
         """A copy with a module of its own, for modules that may change themselves."""
