@@ -15,7 +15,7 @@ from torch import Tensor
 from metaleader.distributed.shards import Shard, Sharding
 from metaleader.memory.entries import Entries, index_of
 from metaleader.memory.limits import Limits
-from metaleader.memory.pools import choose_tasks, distinct, masses_of_shards, split
+from metaleader.memory.pools import choose_tasks, draw_rows, masses_of_shards
 from metaleader.memory.room import droppable, within_limits
 from metaleader.memory.rows import Draw, Rows, Weights, Which, checked_data
 from metaleader.memory.saved import entries_from_tree, entries_tree
@@ -115,17 +115,10 @@ class TaskBuffer:
         """Draw meta-batches for some steps, with tasks drawn with replacement from nu^t; see `Memory.draw`."""
         width = support + query
         uniforms = self._uniforms(seed, steps, tasks, width, shard)
-        chosen = choose_tasks(self._entries, self.weights, uniforms[:, 0], which, without, shard)
-        if not chosen:
+        drawn = draw_rows(self._entries, self.weights, uniforms, support, query, which, without, shard)
+        if drawn is None:
             return None
-        # Only the chosen tasks are read, so that the cost does not grow with the number of tasks.
-        counts = np.array([entry.count for entry in chosen], dtype=np.int64)
-        index = split(distinct(uniforms[:, 1:], counts, width), counts, support, query)
-        picked = np.array([entry.start for entry in chosen], dtype=np.int64)[:, None] + index
-        for i, entry in enumerate(chosen):
-            if entry.scattered is not None:
-                picked[i] = entry.rows()[index[i]]
-        index = self.store.own_index(picked.reshape(len(steps), tasks, width))
+        index = self.store.own_index(drawn.reshape(len(steps), tasks, width))
         return Draw(index[..., :support], index[..., support:])
 
     def names_drawn(

@@ -38,6 +38,33 @@ def pool_of(
     return drawn, [last]
 
 
+def draw_rows(
+    entries: Entries,
+    weights: Weights | None,
+    uniforms: np.ndarray,
+    support: int,
+    query: int,
+    which: Which,
+    without: Collection[str],
+    shard: Shard | None,
+) -> np.ndarray | None:
+    """Draw tasks from nu^t and datapoints of each: row numbers, (draws, support + query); None without tasks.
+
+    The draws depend on uniform numbers, (draws, 1 + 2 (support + query)); the other arguments are those of `pool_of`.
+    """
+    chosen = choose_tasks(entries, weights, uniforms[:, 0], which, without, shard)
+    if not chosen:
+        return None
+    # Only the chosen tasks are read, so that the cost does not grow with the number of tasks.
+    counts = np.array([entry.count for entry in chosen], dtype=np.int64)
+    index = split(distinct(uniforms[:, 1:], counts, support + query), counts, support, query)
+    drawn = np.array([entry.start for entry in chosen], dtype=np.int64)[:, None] + index
+    for i, entry in enumerate(chosen):
+        if entry.scattered is not None:
+            drawn[i] = entry.rows()[index[i]]
+    return drawn
+
+
 def choose_tasks(
     entries: Entries,
     weights: Weights | None,
