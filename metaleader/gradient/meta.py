@@ -8,6 +8,7 @@ g the gradient of the support loss. Where memory allows, the meta-gradient is th
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -226,11 +227,8 @@ def unrolled_mean(
     """
     leaf, task_dim = tree_leaves(query)[0], int(side_by_side)
     num_tasks, budget = leaf.shape[task_dim], None if inner.unroll else default_budget(leaf.device)
-
-    def sums(*batch: Any) -> Any:
-        given = {"lr_gradient": lr_gradient, "side_by_side": side_by_side, "budget": budget}
-        return unrolled_sums(loss_fn, moving, fixed, inner, *batch, **given)
-
+    given = {"lr_gradient": lr_gradient, "side_by_side": side_by_side, "budget": budget}
+    sums = functools.partial(unrolled_sums, loss_fn, moving, fixed, inner, **given)
     totals = sum_over_chunks(sums, inner.tasks_at_once or num_tasks, support, query, noise, task_dim)
     return tree_map(lambda total: total / num_tasks, totals)
 
