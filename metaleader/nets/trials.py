@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 def try_rows(network: Network, params: Params, batch: Batch, where: str) -> int:
     """Try rows of a new shape on a network that may change itself; returns the number of outputs.
 
-    They are tried two at a time, since a single number would pass as a row; a single row is tried twice and alone. The
-    second derivative is tried too, which finds modules that cannot be made functional.
+    They are tried two at a time, since a single number would pass as a row; a single row is tried twice and alone, and
+    two rows are tried as three too. The second derivative is tried too, which finds modules that cannot be made
+    functional.
     """
     for leaf in tree_leaves(batch.x):
         dtype = next(iter(params.values())).dtype
@@ -30,11 +31,13 @@ def try_rows(network: Network, params: Params, batch: Batch, where: str) -> int:
                 f"{where}: x is {leaf.dtype}, the model's parameters are {dtype}; convert with x.to({dtype})"
             )
     batch = Batch(batch.x, _safe_labels(batch.y, network.loss))
-    two_rows = rows(batch, torch.arange(2, device=_device(batch)) % num_rows(batch))
+    two_rows, three_rows = (rows(batch, torch.arange(num, device=_device(batch)) % num_rows(batch)) for num in (2, 3))
     prediction = try_loss(network, params, two_rows, where)
     _try_functional(network, params, two_rows)
     if num_rows(batch) == 1:
         try_loss(network, params, batch, where)
+    if num_rows(batch) == 2:  # two values of a loss may be those of two outputs
+        try_loss(network, params, three_rows, where)
     return prediction.shape[-1] if prediction.ndim > 1 else 1
 
 

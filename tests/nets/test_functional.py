@@ -445,6 +445,15 @@ def test_bad_data_or_loss(loss: Any, x: Tensor, y: Tensor, message: str):
         network.check(network.params(), Batch(x, y), "observe")
 
 
+def test_a_loss_with_one_value_per_output():
+    """For two outputs and two datapoints it has the shape of one value per datapoint."""
+    network = Network(nn.Linear(3, 2), lambda prediction, y: (prediction - y).square().mean(0))
+    with pytest.raises(
+        ValueError, match=r"observe: the loss must return one value per datapoint, \(3,\), .* got \(2,\)"
+    ):
+        network.check(network.params(), Batch(X.float()[:2], torch.zeros(2, 2)), "observe")
+
+
 def test_one_number_is_no_row():
     """Alone it would pass for the one feature of one datapoint."""
     network = Network(nn.Linear(1, 1), losses.squared_error)
