@@ -55,7 +55,7 @@ class Failure(NamedTuple):
 
 def culprits(
     learner: Learner,
-    draw: Draw | ShardedDraw | None,
+    draw: Draw | ShardedDraw,
     numbers: range,
     update: int,
     aside: Mapping[str, str],
@@ -63,7 +63,6 @@ def culprits(
     error: ValueError | None,
 ) -> dict[str, str]:
     """The tasks to leave out after a failed update, with reasons; raises an error if they cannot be singled out."""
-    assert draw is not None
     draw, examined = draw.at(slice(0, update + 1)), draw_numbers(learner, numbers[: update + 1])
     if isinstance(draw, ShardedDraw):
         norms: dict[str | None, float] | None = {}

@@ -81,14 +81,15 @@ def _update_side_by_side(learners: Sequence[Learner], steps: int | None) -> None
     aside: list[dict[str, str]] = [{} for _ in learners]
     while True:
         pairs = zip(learners, aside, strict=True)
-        draws = [_draw(learner, numbers, names) if numbers else None for learner, names in pairs]
-        if any(draw is None for draw in draws):
+        drawn = [_draw(learner, numbers, names) if numbers else None for learner, names in pairs]
+        draws = [draw for draw in drawn if draw is not None]
+        if len(draws) < len(learners):
             return
         if len({tuple(draw.weights > 0) for draw in draws if isinstance(draw, ShardedDraw)}) > 1:
             _update_one_by_one(learners, steps)  # the shards that take part differ
             return
         outer = Outer(lead.rule, lead.definition.objective.layout, before)
-        failed = _first_failure(learners, outer, numbers, [draw for draw in draws if draw is not None])
+        failed = _first_failure(learners, outer, numbers, draws)
         if failed is None:
             break
         update, r, error = failed
