@@ -6,6 +6,7 @@ Therefore this module looks for the libraries first.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -50,6 +51,10 @@ def load_mujoco() -> Any:
     if sys.platform == "linux" and not os.environ.get("MUJOCO_GL"):
         os.environ["MUJOCO_GL"] = choose_backend()
     name = os.environ.get("MUJOCO_GL", "")
+    # Mesa, which draws without a GPU, and Triton, which torch imports to compile, both contain LLVM: the process crashes
+    # if Mesa's is loaded first.
+    with contextlib.suppress(ImportError):
+        import triton._C.libtriton  # noqa: F401  # pyright: ignore[reportMissingImports]
     try:
         return importlib.import_module("mujoco")
     except (AttributeError, ImportError, OSError, RuntimeError) as error:

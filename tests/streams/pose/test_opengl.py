@@ -1,5 +1,6 @@
 import importlib
 import importlib.util
+import subprocess
 import sys
 
 import pytest
@@ -73,3 +74,21 @@ def test_without_mujoco_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'metaleader\[pose\]'"):
         load_mujoco()
+
+
+def test_triton_can_be_imported_after_images_were_drawn():
+    """Both contain LLVM; torch imports Triton when it compiles. The process crashed."""
+    pytest.importorskip("mujoco", reason="MuJoCo is not installed")
+    code = """
+from metaleader.streams.pose.opengl import load_mujoco
+mujoco = load_mujoco()
+model = mujoco.MjModel.from_xml_string('<mujoco><worldbody><geom size=".1"/></worldbody></mujoco>')
+renderer = mujoco.Renderer(model, 16, 16)
+renderer.update_scene(mujoco.MjData(model))
+renderer.render()
+import triton._C.libtriton
+print("imported")
+"""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "imported\n", (done.returncode, done.stderr[-500:])
