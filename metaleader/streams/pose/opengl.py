@@ -51,10 +51,7 @@ def load_mujoco() -> Any:
     if sys.platform == "linux" and not os.environ.get("MUJOCO_GL"):
         os.environ["MUJOCO_GL"] = choose_backend()
     name = os.environ.get("MUJOCO_GL", "")
-    # Mesa, which draws without a GPU, and Triton, which torch imports to compile, both contain LLVM: the process crashes
-    # if Mesa's is loaded first.
-    with contextlib.suppress(ImportError):
-        import triton._C.libtriton  # noqa: F401  # pyright: ignore[reportMissingImports]
+    _load_triton()
     try:
         return importlib.import_module("mujoco")
     except (AttributeError, ImportError, OSError, RuntimeError) as error:
@@ -63,6 +60,15 @@ def load_mujoco() -> Any:
             f"MuJoCo cannot be used with MUJOCO_GL={name!r} ({error});"
             f" unset MUJOCO_GL to select it automatically, or install {packages} on Debian"
         ) from error
+
+
+def _load_triton() -> None:
+    """Load Triton, which torch imports to compile, before Mesa.
+
+    Mesa draws without a GPU. Both contain LLVM, and the process crashes if Mesa's is loaded first.
+    """
+    with contextlib.suppress(ImportError):
+        import triton._C.libtriton  # noqa: F401  # pyright: ignore[reportMissingImports]
 
 
 def _loads(library: str) -> bool:

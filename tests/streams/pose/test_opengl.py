@@ -21,6 +21,7 @@ def no_mujoco_yet(monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", "")
     monkeypatch.delenv("MUJOCO_GL")
     monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(pose_gl, "_load_triton", lambda: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")
     monkeypatch.setattr(importlib, "import_module", lambda name: pose_gl.os.environ.get("MUJOCO_GL"))
 
