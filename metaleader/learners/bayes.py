@@ -54,7 +54,7 @@ class BayesianHead(Adaptation):
         noise: the initial standard deviation of the noise, for classification the initial concentration of the
             Dirichlet distribution; None is 0.5 and 0.01.
         rank: the number of columns of U.
-        only: which weights differ between tasks: None for all of the layer, or "bias", for regression.
+        only: which weights differ between tasks: None for all of the layer, or "bias" for an offset of each output.
         dof: the degrees of freedom of the factor of each task, above 2, for regression; None is infinitely many, one
             noise for all tasks.
     """
@@ -89,11 +89,6 @@ class BayesianHead(Adaptation):
             )
         if self.dof is not None and takes_labels(network.loss):
             raise ValueError(f"dof={self.dof} is for regression; with cross_entropy, leave dof=None")
-        if self.only == "bias" and takes_labels(network.loss):
-            raise ValueError(
-                'only="bias" is for regression: the offset of a logit has no closed form. With cross_entropy, leave'
-                " only=None"
-            )
         if self.only == "bias" and layer.bias is None:
             raise ValueError('only="bias" needs a last linear layer with a bias')
         if network.num_classes is not None:

@@ -189,13 +189,33 @@ def test_an_offset_alone_is_the_shrunk_mean_of_the_residuals(rank):
     assert gradients.keys() == params.keys()
 
 
-def test_an_offset_alone_is_refused_without_a_bias_and_for_classes():
+def test_an_offset_of_classes_is_the_shrunk_mean_of_the_residuals_of_the_gaussian_targets():
+    """One class after the other, weighted by the precision of each label, against the sums written out."""
+    adaptation = ml.BayesianHead(scale=2.0, noise=0.1, rank=0, only="bias")
+    learner = head(outputs=3, loss=ml.losses.cross_entropy, adaptation=adaptation)
+    x, _ = batch(6)
+    labels = [0, 2, 2, 0, 2, 0]
+    learner.begin("a")
+    logits, old = learner.adapt()(x).detach(), learner.adapt().state_dict()
+    learner.observe(x, torch.tensor(labels), update=False)
+    new = learner.adapt().state_dict()
+    torch.testing.assert_close(new["weight"], old["weight"])
+    for c in range(3):
+        precision, weighted = 1 / 2.0**2, 0.0
+        for row, label in zip(logits, labels, strict=True):
+            concentration = 0.1 + (label == c)
+            variance = math.log(1 + 1 / concentration)
+            weighted += (math.log(concentration) - variance / 2 - float(row[c])) / variance
+            precision += 1 / variance
+        offset = float((new["bias"] - old["bias"])[c])
+        assert math.isclose(offset, weighted / precision, rel_tol=1e-9)
+
+
+def test_an_offset_alone_is_refused_without_a_bias():
     with pytest.raises(ValueError, match='only must be "bias", or None'):
         ml.BayesianHead(only="last")
     with pytest.raises(ValueError, match="needs a last linear layer with a bias"):
         head(net=lambda: nn.Linear(3, 1, bias=False), adaptation=ml.BayesianHead(only="bias"))
-    with pytest.raises(ValueError, match="is for regression: the offset of a logit has no closed form"):
-        head(outputs=2, loss=ml.losses.cross_entropy, adaptation=ml.BayesianHead(only="bias"))
 
 
 def mixed_effects(phi, y, steps=500):
