@@ -110,6 +110,33 @@ def crackers() -> Stream:
     return _brands("Cracker")
 
 
+def ketchup() -> Stream:
+    """The brand of ketchup that a household buys (Catsup); few households have more than 14 rows."""
+    return _brands("Catsup")
+
+
+def union() -> Stream:
+    """Membership of a trade union over the years, by person (National Longitudinal Survey of Young Working Women)."""
+    columns = ["year", "age", "grade", "south", "not_smsa", "c_city", "ttl_exp", "tenure", "hours", "ln_wage"]
+    data = _frame("sampleSelection", "nlswork").dropna(subset=[*columns, "union"])
+    return Stream(data[columns].to_numpy(float), data.union.to_numpy(int), data.idcode.to_numpy(), classes=True)
+
+
+def prenatal() -> Stream:
+    """Modern or traditional prenatal care, by community of Guatemala (guPrenat)."""
+    data = _frame("mlmRev", "guPrenat")
+    columns = ["childAge", "motherAge", "birthOrd", "indig", "momEd", "husEd", "husEmpl", "toilet", "TV"]
+    x = np.column_stack([pd.get_dummies(data[columns]).to_numpy(float), data.pcInd81, data.ssDist])
+    return Stream(x.astype(float), data.prenat.to_numpy(str), data.cluster.to_numpy(), classes=True)
+
+
+def contraception() -> Stream:
+    """Use of contraception by women, by district of Bangladesh (Contraception)."""
+    data = _frame("mlmRev", "Contraception")
+    x = np.column_stack([pd.get_dummies(data.livch).to_numpy(float), data.age, data.age**2, data.urban == "Y"])
+    return Stream(x.astype(float), data.use.to_numpy(str), data.district.to_numpy(), classes=True)
+
+
 def _brands(item: str) -> Stream:
     data = _frame("Ecdat", item)
     x = data.filter(regex=r"^(feat|disp|price)\.").to_numpy(float)
@@ -118,7 +145,10 @@ def _brands(item: str) -> Stream:
 
 STREAMS: dict[str, Callable[[], Stream]] = {
     function.__name__: function
-    for function in (schools, ratings, employment, lecturers, wages, airlines, reactions, yogurt, crackers)
+    for function in (
+        *(schools, ratings, employment, lecturers, wages, airlines, reactions, yogurt, crackers),
+        *(ketchup, union, prenatal, contraception),
+    )
 }
 
 

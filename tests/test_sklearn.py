@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 import scipy.optimize
 import torch
+from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -20,6 +21,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 from metaleader.losses import cross_entropy, squared_error
 from metaleader.sklearn import MetaClassifier, MetaRegressor
 from metaleader.sklearn.ensemble import Ensemble
+from metaleader.sklearn.forest import ClassForest
 from metaleader.tasks import Batch
 
 SMALL: dict[str, Any] = {"hidden": (8,), "members": 2, "updates": 150, "learning_rate": 0.03}
@@ -108,7 +110,75 @@ def test_the_kinds_of_members() -> None:
     ]
     network, linear = (["hidden.0.weight", "hidden.0.bias", "head.weight", "head.bias"], ["head.weight", "head.bias"])
     assert found[0] == [(network, None), (network, "bias"), (linear, None), (network, "bias")]
-    assert found[1] == [(network, None), (linear, None)] * 2
+    assert found[1] == [(network, None), (linear, None), (network, "bias")]  # and a forest
+
+
+def test_a_forest_is_that_of_scikit_learn_on_inputs_and_shrunk_shares() -> None:
+    rng = np.random.default_rng(0)
+    sizes = [6, 2, 9]  # the second group is too small to train on
+    batches = {
+        name: Batch(
+            torch.from_numpy(rng.normal(size=(n, 2)).astype(np.float32)), torch.from_numpy(rng.integers(0, 3, n))
+        )
+        for name, n in zip("abc", sizes, strict=True)
+    }
+    labels = np.concatenate([batch.y.numpy() for batch in batches.values()])
+    everywhere = np.array([(labels == c).mean() for c in range(4)])  # no row has the fourth class
+
+    def features(name: str) -> np.ndarray:
+        y = batches[name].y.numpy()
+        shares = [((y == c).sum() + 3 * everywhere[c]) / (len(y) + 3) for c in range(4)]
+        return np.column_stack([batches[name].x.numpy(), np.tile(shares, (len(y), 1))])
+
+    settings: dict[str, Any] = {"max_features": 0.5, "max_samples": 15, "random_state": 7}
+    trees = RandomForestClassifier(**settings)
+    trees.fit(np.concatenate([features("a"), features("c")]), np.concatenate([batches[n].y.numpy() for n in "ac"]))
+    rows = {"b": torch.tensor([0, 2]), "new": torch.tensor([1])}
+    x = torch.stack([batches["b"].x[0], batches["a"].x[0], batches["b"].x[1]])
+    at = np.stack([features("b")[0], [*x[1].tolist(), *everywhere], features("b")[1]])
+    expected = np.zeros((3, 4))
+    expected[:, trees.classes_] = trees.predict_proba(at)
+    found = ClassForest(batches, num_classes=4, seed=7).outputs(x, rows)
+    np.testing.assert_allclose(found.exp(), (100 * expected + 1 / 4) / 101)
+
+
+def households(num: int, rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A class per household, but another one where x0 is between two numbers of the household."""
+    rng = np.random.default_rng(seed)
+    g = np.repeat(np.arange(num), rows)
+    X = rng.normal(size=(num * rows, 2))
+    usual, other, low = rng.integers(0, 3, num), rng.integers(0, 3, num), rng.normal(size=num)
+    between = (X[:, 0] > low[g]) & (X[:, 0] < low[g] + 1)
+    return X, np.array(["a", "b", "c"])[np.where(between, other[g], usual[g])], g
+
+
+def test_a_forest_is_weighted_saved_and_given_new_data() -> None:
+    X, y, g = households(30, 24)
+    late = np.arange(len(g)) % 24 >= 16
+    settings: dict[str, Any] = SMALL | {"members": 4, "updates": 60}
+    model = MetaClassifier(**settings).fit(X[~late], y[~late], groups=g[~late])
+    weights = model.ensemble_.weights
+    assert len(weights) == 4
+    assert weights[-1] > 0.3
+    assert float(weights.sum()) == pytest.approx(1)
+    without = MetaClassifier(**{**settings, "members": 3}).fit(X[~late], y[~late], groups=g[~late])
+    right, right_without = (np.mean(m.predict(X[late], groups=g[late]) == y[late]) for m in (model, without))
+    assert right > right_without
+    found = model.predict_proba(X[late], groups=g[late])
+    copied = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(copied.predict_proba(X[late], groups=g[late]), found)
+    new, labels = X[:12] + 0.5, np.array(["c"] * 12)
+    before = model.predict_proba(new, groups=["new"] * 12)[:, 2].mean()
+    model.partial_fit(new, labels, groups=["new"] * 12)
+    assert model.predict_proba(new, groups=["new"] * 12)[:, 2].mean() > before + 0.2
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_groups_too_small_to_hold_out_use_no_forest(rows: int) -> None:
+    X, y, g = households(30, rows)
+    model = MetaClassifier(**{**SMALL, "members": 4, "updates": 20}).fit(X, y, groups=g)
+    assert model.ensemble_.weights.tolist() == [1 / 3] * 3 + [0]
+    np.testing.assert_allclose(model.predict_proba(X, groups=g).sum(1), 1)
 
 
 def test_weights_minimise_the_error_and_the_distance_to_those_of_the_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """An ensemble of learners with closed-form heads, combined by their error on held-out groups.
 
-Every member is an `FTML` learner with `BayesianHead`: a network whose last layer is adapted, a linear model, or, for
-regression, a network with an offset per group. Some groups are held out from training. They choose, for every member,
-when to stop and how much to adapt (a factor of the prior covariance), and the weights of the members.
+Members are `FTML` learners with `BayesianHead`: a network whose last layer is adapted, a linear model, or a network
+with an offset per group. Some groups are held out from training. They choose, for every learner, when to stop and how
+much to adapt (a factor of the prior covariance), and the weights of the members. For classes, the last member is a
+random forest, which has no weight without held-out groups.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map
 from metaleader.engine.engine import Engine
 from metaleader.learners import FTML, BayesianHead, update_together
 from metaleader.losses import squared_error
+from metaleader.sklearn.forest import ClassForest
 from metaleader.tasks import Batch
 
 # Held-out groups are predicted from this many of their datapoints, and need two more to be measured on.
@@ -31,9 +33,12 @@ _WARM_UP, _LAST_LR = 0.3, 0.05
 _TEMPERS = (1.0, 0.3, 0.1, 0.03, 0.01)
 # Noise and outliers differ between groups.
 _DOF = 4.0
-# The weights of the members are drawn towards weights known beforehand, as by this many held-out groups: equal ones for
-# classes, and for regression those of 1 / error ** 8, equal for members of about the same error.
+# The weights of the members are drawn towards weights known beforehand, as by this many held-out groups. For classes,
+# half is the forest's, and the learners share the rest; for regression, they are those of 1 / error ** 8, equal for
+# members of about the same error.
 _STRENGTH, _POWER = 2.0, 8
+# The number of members from which one is a forest
+_WITH_FOREST = 4
 
 
 class _Net(nn.Module):
@@ -86,8 +91,10 @@ class Ensemble:
         tasks: int,
     ) -> None:
         self._updates, self._seed = updates, seed
-        self._regression = loss is squared_error
-        engine, kinds = Engine("eager"), self._member_kinds(tuple(hidden), members)
+        self._regression, self._outputs = loss is squared_error, outputs
+        self._has_forest = not self._regression and bool(hidden) and members >= _WITH_FOREST
+        self._forest: ClassForest | None = None
+        engine, kinds = Engine("eager"), self._member_kinds(tuple(hidden), members - self._has_forest)
         self._learners = [
             FTML(
                 lambda widths=widths: _Net(features, outputs, widths),
@@ -106,16 +113,18 @@ class Ensemble:
             [learner for learner, other in zip(self._learners, kinds, strict=True) if other == kind]
             for kind in dict.fromkeys(kinds)
         ]
-        self.weights = torch.full((members,), 1 / members, dtype=torch.float64)
+        self.weights = torch.full((members,), 1 / len(kinds), dtype=torch.float64)
+        self.weights[len(kinds) :] = 0
 
     def _member_kinds(self, hidden: tuple[int, ...], members: int) -> list[tuple[tuple[int, ...], BayesianHead]]:
-        """The hidden layers and the head of each member: the kinds in turn."""
-        head = BayesianHead(dof=_DOF if self._regression else None)
+        """The hidden layers and the head of each learner: the kinds in turn."""
+        dof = _DOF if self._regression else None
+        head = BayesianHead(dof=dof)
         if not hidden:
             return [((), head)] * members
-        offset = BayesianHead(scale=0.3, rank=0, dof=_DOF, only="bias")
+        offset = BayesianHead(scale=0.3 if self._regression else 3.0, rank=0, dof=dof, only="bias")
         kinds = [(hidden, head), (hidden, offset), ((), head), (hidden, offset)]
-        kinds = kinds if self._regression else [kinds[0], kinds[2]]
+        kinds = kinds if self._regression else [kinds[0], kinds[2], kinds[1]]
         return list(itertools.islice(itertools.cycle(kinds), members))
 
     def train(self, batches: Mapping[str, Batch], validation: float) -> None:
@@ -146,6 +155,7 @@ class Ensemble:
         for name, batch in batches.items():
             for learner in self._learners:
                 learner.observe(*batch, task=name, update=False)
+        self._forest = None
         self._update(updates)
 
     def _update(self, steps: int) -> None:
@@ -168,7 +178,18 @@ class Ensemble:
             for name, prediction in many.items():
                 output[rows[name]] = prediction
             results.append(output.double())
+        if self._has_forest and self.weights[-1] > 0:
+            self._forest = self._forest or self._forest_with({})
+            results.append(self._forest.outputs(x, rows))
+        elif self._has_forest:
+            results.append(torch.zeros_like(results[0]))
         return torch.stack(results)
+
+    def _forest_with(self, batches: Mapping[str, Batch]) -> ClassForest:
+        """A forest of the data of all groups, and of groups that the learners do not have."""
+        lead = self._learners[0]
+        stored = {name: data for name in lead.tasks if (data := lead.memory.named(name)) is not None}
+        return ClassForest(stored | dict(batches), self._outputs, self._seed)
 
     @torch.no_grad()
     def variances(self, x: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
@@ -187,7 +208,7 @@ class Ensemble:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`."""
-        self.weights = state["weights"]
+        self.weights, self._forest = state["weights"], None
         for learner, saved in zip(self._learners, state["learners"], strict=True):
             learner.load_state_dict(saved)
 
@@ -210,6 +231,14 @@ class Ensemble:
         shares = (is_row / is_row.sum(1, keepdim=True))[is_row]
         return torch.func.vmap(predict)(Batch(*shots), x)[is_row].double(), y[is_row], shares.double() / len(held)
 
+    def _predicted_by_forest(self, held: Sequence[Batch]) -> Tensor:
+        """Predictions of the rows of `_predicted`, by a forest that has the first datapoints of held-out groups."""
+        forest = self._forest_with({f"held {i}": Batch(*(leaf[:_SHOTS] for leaf in b)) for i, b in enumerate(held)})
+        x = [batch.x[_SHOTS:] for batch in held]
+        ends = np.cumsum([0, *map(len, x)])
+        rows = {f"held {i}": torch.arange(ends[i], ends[i + 1]) for i in range(len(held))}
+        return forest.outputs(torch.cat(x), rows)
+
     def _error(self, learner: FTML, held: Sequence[Batch]) -> float:
         """The mean loss on held-out groups."""
         prediction, y, shares = self._predicted(learner, held)
@@ -227,7 +256,8 @@ class Ensemble:
     def _best_weights(self, held: Sequence[Batch]) -> Tensor:
         """Weights of the members with the smallest error on held-out groups, drawn towards those known beforehand."""
         triples = [self._predicted(learner, held) for learner in self._learners]
-        predictions, (_, y, shares) = torch.stack([triple[0] for triple in triples]), triples[0]
+        by_forest = [self._predicted_by_forest(held)] if self._has_forest else []
+        predictions, (_, y, shares) = torch.stack([triple[0] for triple in triples] + by_forest), triples[0]
         num, strength = len(predictions), _STRENGTH / len(held)
         if self._regression:
             scale = shares.sqrt()
@@ -242,10 +272,14 @@ class Ensemble:
             # Targets that are all zero, as with a constant y, choose no member.
             return torch.from_numpy(found / found.sum()) if found.sum() > 0 else self.weights
         likelihoods = torch.softmax(predictions, -1).gather(-1, y.expand(num, -1)[..., None])[..., 0]
-        weights = torch.full((num,), 1 / num, dtype=torch.float64)
+        known = torch.full((num,), 1 / num, dtype=torch.float64)
+        if self._has_forest:
+            known = torch.full((num,), 1 / (2 * (num - 1)), dtype=torch.float64)
+            known[-1] = 1 / 2
+        weights = known
         for _ in range(200):  # expectation maximisation of a mixture
             members = likelihoods * weights[:, None]
-            weights = (members / members.sum(0) * shares).sum(1) + strength / num
+            weights = (members / members.sum(0) * shares).sum(1) + strength * known
             weights = weights / weights.sum()
         return weights
 

@@ -2,8 +2,8 @@
 
 Both estimators are a weighted average of a few `FTML` learners with `BayesianHead`: a network, or the inputs alone,
 shared by all groups, whose last linear layer, or its bias, is adapted to each group in closed form under a learned
-prior. With few
-datapoints a group is predicted almost as the average group; with many, by its own data.
+prior. With few datapoints a group is predicted almost as the average group; with many, by its own data. For classes,
+the average includes a random forest.
 """
 
 from __future__ import annotations
@@ -181,8 +181,10 @@ class MetaRegressor(RegressorMixin, _MetaEstimator):
 class MetaClassifier(ClassifierMixin, _MetaEstimator):
     """Classification for groups with few rows each, all with the classes seen in `fit`.
 
-    The arguments are those of `MetaRegressor`, but members are in turn a network with a last layer per group, and a
-    linear model per group.
+    The arguments are those of `MetaRegressor`, but members are in turn a network with a last layer per group, a linear
+    model per group, and a network with an offset per group. Of four or more members, the last one is a random forest
+    over the inputs and the class shares of the group. It is used if groups were held out. It has no updates: its trees
+    are fitted to all rows anew in the first prediction after a call of `fit` or `partial_fit`.
     """
 
     _loss = staticmethod(cross_entropy)
