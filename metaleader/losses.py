@@ -48,9 +48,13 @@ def cross_entropy(prediction: Tensor, target: Tensor, smoothing: float = 0.0) ->
 def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
     """Return the squared error, averaged over the outputs of each datapoint.
 
+    With one output, (N, 1), targets may be (N,).
+
     >>> squared_error(torch.zeros(1, 2), torch.tensor([[1.0, 3.0]]))
     tensor([5.])
     """
+    if prediction.shape == (*target.shape, 1) and target.ndim == 1:
+        target = target[:, None]
     if prediction.shape != target.shape:
         raise ValueError(
             f"squared_error takes equal shapes, got prediction {tuple(prediction.shape)} and target"

@@ -63,6 +63,8 @@ class WeightedBatch(NamedTuple):
 class Task:
     """One task of a stream: datapoints to reveal, and held-out datapoints to measure on.
 
+    Arrays and data frames become tensors, those of float64 in torch's default dtype; tensors keep their dtype.
+
     Attributes:
         name: a label for records and figures; names need not be unique.
         train: the datapoints that are revealed, in this order.
@@ -82,7 +84,8 @@ class Task:
             batch = getattr(self, part)
             if not (isinstance(batch, tuple) and len(batch) == 2):
                 raise ValueError(f"task {self.name!r}: {part} must be a Batch(x, y), got {type(batch).__name__}")
-            object.__setattr__(self, part, check_batch(Batch(*batch), f"task {self.name!r}, {part}"))
+            where = f"task {self.name!r}, {part}"
+            object.__setattr__(self, part, check_batch(Batch(*batch), where, torch.get_default_dtype()))
         if self.ids is not None and len(self.ids) != num_rows(self.train):
             raise ValueError(f"task {self.name!r}: {len(self.ids)} ids for {num_rows(self.train)} training datapoints")
 

@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import oracles
 import pandas as pd
 import polars as pl
@@ -409,3 +410,12 @@ def test_objects_that_cannot_be_played(learner: Any, options: Any, message: str)
 def test_frames_and_datasets_are_no_streams(stream: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         list(ml.play(ftml(), stream))
+
+
+def test_tasks_of_arrays_with_one_target_per_row_are_played() -> None:
+    x = np.linspace(-1, 1, 12)[:, None]
+    stream = [ml.Task(name, ml.Batch(x, x[:, 0]), ml.Batch(x, x[:, 0])) for name in ("a", "b")]
+    learner = ml.FTML(lambda: ml.models.mlp(1, 1, (4,)), ml.losses.squared_error, meta_steps=1, support=3, query=3)
+    columns = [ml.Task(task.name, *(ml.Batch(b.x, b.y[:, None]) for b in (task.train, task.test))) for task in stream]
+    other = ml.FTML(lambda: ml.models.mlp(1, 1, (4,)), ml.losses.squared_error, meta_steps=1, support=3, query=3)
+    assert list(ml.play(learner, stream, reveal=6)) == list(ml.play(other, columns, reveal=6))

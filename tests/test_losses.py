@@ -38,6 +38,11 @@ def test_a_label_out_of_range_is_an_error_or_no_number(monkeypatch: pytest.Monke
     assert cross_entropy(logits, target).isnan().tolist() == [False, True, True]
 
 
+def test_squared_error_takes_one_output_with_or_without_a_column():
+    prediction, target = torch.randn(4, 1), torch.randn(4)
+    assert torch.equal(squared_error(prediction, target), (prediction[:, 0] - target) ** 2)
+
+
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 4), (6, 2, 3)])
 def test_squared_error_averages_the_outputs_of_a_datapoint(shape: tuple[int, ...]):
     prediction, target = normal("p", *shape), normal("t", *shape)
@@ -49,7 +54,7 @@ def test_squared_error_averages_the_outputs_of_a_datapoint(shape: tuple[int, ...
 @pytest.mark.parametrize(
     ("loss", "prediction", "target", "message"),
     [
-        (squared_error, torch.ones(3, 1), torch.ones(3), r"\(3, 1\) and target \(3,\)"),
+        (squared_error, torch.ones(3, 2), torch.ones(3), r"\(3, 2\) and target \(3,\)"),
         (cross_entropy, torch.ones(3, 2), torch.zeros(2, dtype=torch.int64), r"\(3, 2\) and \(2,\)"),
         (cross_entropy, torch.ones(3), torch.zeros(3, dtype=torch.int64), r"logits \(N, classes\)"),
         (cross_entropy, torch.ones(3, 2), torch.zeros(3), r"y\.long\(\)"),

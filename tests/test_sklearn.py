@@ -173,7 +173,7 @@ def test_a_forest_is_weighted_saved_and_given_new_data() -> None:
     assert model.predict_proba(new, groups=["new"] * 12)[:, 2].mean() > before + 0.2
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("rows", [2, 8])
 def test_groups_too_small_to_hold_out_use_no_forest(rows: int) -> None:
     X, y, g = households(30, rows)
     model = MetaClassifier(**{**SMALL, "members": 4, "updates": 20}).fit(X, y, groups=g)
@@ -249,3 +249,80 @@ def test_the_checks_of_scikit_learn(kind: Any) -> None:
     for estimator, check in checks:
         with contextlib.suppress(unittest.SkipTest):  # those of settings that this environment does not have
             check(estimator)
+
+
+@pytest.mark.parametrize("kind", [int, float, str])
+def test_a_group_is_the_same_in_a_list_an_array_and_a_frame(fitted: MetaRegressor, kind: type) -> None:
+    X, y, g = shops()
+    if kind is str:
+        names = np.array([f"shop {i}" for i in g])
+        fast: dict[str, Any] = SMALL | {"updates": 2}
+        model = MetaRegressor(**fast).fit(X, y, groups=names)
+    else:
+        names, model = g.astype(kind), fitted
+    expected = model.predict(X[:20], groups=names[:20])
+    assert not np.allclose(expected, model.predict(X[:20]))
+    for same in (
+        list(names[:20]),
+        names[:20].tolist(),
+        pd.Series(names[:20]),
+        pd.Series(list(names[:20]), dtype=object),
+    ):
+        np.testing.assert_array_equal(model.predict(X[:20], groups=same), expected)
+
+
+def test_groups_of_another_type_are_reported(fitted: MetaRegressor) -> None:
+    X, _, g = shops()
+    with pytest.warns(UserWarning, match=r"one is '0' here, and fit had groups such as 0"):
+        found = fitted.predict(X[:20], groups=g[:20].astype(str))
+    np.testing.assert_array_equal(found, fitted.predict(X[:20], groups=[1000] * 20))  # unknown numbers are new groups
+
+
+def test_scores_with_groups(fitted: MetaRegressor) -> None:
+    X, y, g = shops()
+    assert fitted.score(X, y, groups=g) > 0.8 > fitted.score(X, y)
+    labels = np.where(y > 50, "high", "low")
+    model = MetaClassifier(**SMALL).fit(X, labels, groups=g)
+    assert model.score(X, labels, groups=g) == np.mean(model.predict(X, groups=g) == labels)
+
+
+def test_a_constant_column_changes_nothing() -> None:
+    X, y, g = shops(num=10)
+    fast: dict[str, Any] = SMALL | {"updates": 5}
+    model = MetaRegressor(**fast).fit(np.c_[X, np.ones(len(X))], y, groups=g)
+    expected = model.predict(np.c_[X, np.ones(len(X))], groups=g)
+    np.testing.assert_array_equal(model.predict(np.c_[X, np.full(len(X), 5.0)], groups=g), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden": 8}, r"hidden must be widths of layers, such as \(64, 32\) or \(\), got 8"),
+        ({"learning_rate": -1.0}, "learning_rate must be above 0, got -1.0"),
+        ({"random_state": -1}, "random_state must be at least 0, got -1"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    X, y, g = shops(num=3)
+    with pytest.raises(ValueError, match=message):
+        MetaRegressor(**settings).fit(X, y, groups=g)
+
+
+def test_random_states_of_scikit_learn() -> None:
+    X, y, g = shops(num=6)
+    small: dict[str, Any] = SMALL | {"updates": 2}
+    first, second = (
+        MetaRegressor(**small, random_state=np.random.RandomState(3)).fit(X, y, groups=g).predict(X, groups=g)
+        for _ in range(2)
+    )
+    np.testing.assert_array_equal(first, second)
+    model = MetaRegressor(**small, random_state=None).fit(X, y, groups=g)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict(X, groups=g), model.predict(X, groups=g))
+
+
+def test_groups_of_one_row_each_and_classes_that_were_not_listed_are_refused() -> None:
+    X, y, _ = shops(num=3)
+    with pytest.raises(ValueError, match="every group has one row: groups need two rows or more"):
+        MetaRegressor(**SMALL).fit(X, y, groups=np.arange(len(X)))
+    with pytest.raises(ValueError, match=r"y has classes \['mid'\], which are not in classes=\['hi', 'lo'\]"):
+        MetaClassifier(**SMALL).partial_fit(X[:3], ["hi", "lo", "mid"], classes=["hi", "lo"])

@@ -175,3 +175,10 @@ def test_signatures_of_rows_are_those_of_the_pytree(x):
     data = Batch(x, torch.zeros(2, dtype=torch.int64))
     described = tree_map(lambda leaf: f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[1:])}", data)
     assert row_signature(data) == str(described).replace("'", "")
+
+
+def test_arrays_of_float64_get_the_default_dtype_and_tensors_keep_theirs():
+    x, y = np.ones((3, 2)), np.ones(3)
+    task = Task("a", Batch(x, y), Batch(torch.from_numpy(x), torch.from_numpy(y)))
+    assert (task.train.x.dtype, task.train.y.dtype) == (torch.float32, torch.float32)
+    assert (task.test.x.dtype, task.test.y.dtype) == (torch.float64, torch.float64)

@@ -122,9 +122,12 @@ def load_learner(
         raise ValueError(f"{path} holds a {saved}, not a {kind.__name__}; load it with {saved}.load")
     takes = inspect.signature(kind).parameters
     _require_functions(path, [name for name in given if name in takes and name not in callables])
-    unknown = set(callables) - set(given) - {"device", "engine", "data_folder"}
-    if unknown:
+    outside = {"device", "engine", "data_folder"}
+    unknown = set(callables) - set(given) - outside
+    if unknown & hyperparameters.keys():
         raise ValueError(f"{sorted(unknown)} come from the file; build a new learner to change them")
+    if unknown:
+        raise ValueError(f"load takes {', '.join(sorted(outside | set(given)))}, not {', '.join(sorted(unknown))}")
     try:
         learner = kind(model, loss, **hyperparameters, **callables)
     except (TypeError, ValueError) as error:

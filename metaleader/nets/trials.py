@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +54,7 @@ def try_loss(network: Network, params: Params, batch: Batch, where: str) -> Tens
     if not isinstance(prediction, Tensor) or prediction.shape[:1] != (num_rows(batch.y),):
         got = tuple(prediction.shape) if isinstance(prediction, Tensor) else type(prediction).__name__
         raise ValueError(f"{where}: the model must return a tensor with one row per datapoint, got {got}")
+    _check_broadcast(network.loss, prediction, batch.y, where)
     try:
         _check_values(network.loss(prediction, batch.y), len(prediction))
     except ValueError as error:
@@ -63,6 +65,24 @@ def try_loss(network: Network, params: Params, batch: Batch, where: str) -> Tens
             f" {row_signature(batch.y)}: {_first_line(error)}; pass y as the loss takes it"
         ) from error
     return prediction
+
+
+def _check_broadcast(loss: Loss, prediction: Tensor, y: Tree, where: str) -> None:
+    """Reject targets (N,) for predictions (N, 1) if the loss compares every prediction with every target."""
+    if not isinstance(y, Tensor) or y.ndim != 1 or not y.is_floating_point() or prediction.shape[1:] != (1,):
+        return
+    column, row = prediction.new_tensor([[0.2], [0.6]]), y.new_tensor([0.3, 0.9])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            short, full = loss(column, row).mean(), loss(column.expand(2, 2), row.expand(2, 2)).mean()
+    except Exception:  # the loss does not take any two matrices: it reshapes its arguments itself
+        return
+    if torch.allclose(short, full):
+        raise ValueError(
+            f"{where}: the model returns (N, 1) and y has the shape (N,), which the loss broadcasts to (N, N): it would"
+            " compare every prediction with every target; pass y of shape (N, 1)"
+        )
 
 
 def _check_values(loss: object, num: int) -> None:

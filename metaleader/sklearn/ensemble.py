@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -161,6 +161,11 @@ class Ensemble:
     def _update(self, steps: int) -> None:
         for kind in self._kinds if steps else ():
             update_together(kind, steps)
+
+    @property
+    def tasks(self) -> Set[str]:
+        """The names of the groups that have data."""
+        return self._learners[0].tasks.keys()
 
     @torch.no_grad()
     def outputs(self, x: Tensor, rows: Mapping[str, Tensor]) -> Tensor:

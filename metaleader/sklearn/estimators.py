@@ -8,6 +8,7 @@ the average includes a random forest.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import Any, Self
@@ -15,6 +16,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.metrics import accuracy_score, r2_score
+from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
@@ -35,7 +38,7 @@ class _MetaEstimator(BaseEstimator):
     # fmt: off
     def __init__(
         self, *, group: str | None = None, hidden: Sequence[int] = (64, 32), members: int = 4, updates: int = 800,
-        learning_rate: float = 1e-2, validation: float = 0.15, random_state: int = 0,
+        learning_rate: float = 1e-2, validation: float = 0.15, random_state: Any = 0,
     ) -> None:
         self.group, self.hidden, self.members, self.updates = group, hidden, members, updates
         self.learning_rate, self.validation, self.random_state = learning_rate, validation, random_state
@@ -52,17 +55,30 @@ class _MetaEstimator(BaseEstimator):
         X, names = self._groups_of(X, groups)
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=self._loss is squared_error)
         names = _checked(names, X)
+        self._check_settings()
+        self._begin(X, y)
+        batches = dict(self._tasks(X, y, names))
+        longest = max(len(batch.y) for batch in batches.values())
+        if longest == 1 < len(batches):
+            raise ValueError("every group has one row: groups need two rows or more to learn from; leave groups=None")
+        seed = self.random_state
+        self._seed = int(seed) if isinstance(seed, Integral) else int(check_random_state(seed).randint(2**31 - 1))
+        self.ensemble_ = self._make(self._num_outputs, int(np.clip(longest, 2, _WIDTH)), min(32, 2 * len(batches)))
+        self.ensemble_.train(batches, self.validation)
+        return self
+
+    def _check_settings(self) -> None:
         for name, least in (("members", 1), ("updates", 0)):
             if not isinstance(getattr(self, name), Integral) or getattr(self, name) < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {getattr(self, name)!r}")
         if not 0 <= self.validation < 1:
             raise ValueError(f"validation must be a fraction from 0 to below 1, got {self.validation!r}")
-        self._begin(X, y)
-        batches = dict(self._tasks(X, y, names))
-        longest = max(len(batch.y) for batch in batches.values())
-        self.ensemble_ = self._make(self._num_outputs, int(np.clip(longest, 2, _WIDTH)), min(32, 2 * len(batches)))
-        self.ensemble_.train(batches, self.validation)
-        return self
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate!r}")
+        if isinstance(self.hidden, str) or not isinstance(self.hidden, Sequence) or min(self.hidden, default=1) < 1:
+            raise ValueError(f"hidden must be widths of layers, such as (64, 32) or (), got {self.hidden!r}")
+        if isinstance(self.random_state, Integral) and self.random_state < 0:
+            raise ValueError(f"random_state must be at least 0, got {self.random_state}")
 
     def partial_fit(self, X: Any, y: Any, groups: Any = None) -> Self:
         """Add data of any groups and update; the first call is `fit`, which fixes the scaling."""
@@ -90,7 +106,8 @@ class _MetaEstimator(BaseEstimator):
 
     def _begin(self, X: np.ndarray, y: np.ndarray) -> None:
         self.x_mean_, scale = X.mean(0), X.std(0)
-        self.x_scale_ = np.where(scale > 1e-12 * np.abs(self.x_mean_) + 1e-300, scale, 1.0)
+        # Constant columns become 0 in every call: nothing is learned of them.
+        self.x_scale_ = np.where(scale > 1e-12 * np.abs(self.x_mean_) + 1e-300, scale, np.inf)
 
     def _groups_of(self, X: Any, groups: Any) -> tuple[Any, Any]:
         """The features and the groups, which may be a column of a frame."""
@@ -117,9 +134,8 @@ class _MetaEstimator(BaseEstimator):
 
     def _make(self, num_outputs: int, width: int, tasks: int) -> Ensemble:
         self._sizes = (num_outputs, width, tasks)
-        lr, seed = self.learning_rate, int(self.random_state)
-        hidden = tuple(self.hidden)
-        numbers = (self.n_features_in_, num_outputs, hidden, self.members, self.updates, lr, seed, width, tasks)
+        lr, hidden = self.learning_rate, tuple(self.hidden)
+        numbers = (self.n_features_in_, num_outputs, hidden, self.members, self.updates, lr, self._seed, width, tasks)
         return Ensemble(self._loss, *numbers)
 
     def _outputs(self, X: Any, groups: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -128,7 +144,19 @@ class _MetaEstimator(BaseEstimator):
         X, names = self._groups_of(X, groups)
         X = validate_data(self, X, dtype=np.float64, reset=False)
         x, rows = self._inputs(X), _rows_of(_checked(names, X))
+        self._warn_of_other_names(list(rows))
         return self.ensemble_.outputs(x, rows), x, rows
+
+    def _warn_of_other_names(self, names: list[str]) -> None:
+        """Warn if no group is known, and some would be as text, or as numbers."""
+        known = self.ensemble_.tasks
+        others = [name[1:-1] if name[0] == "'" else f"'{name}'" for name in names]
+        if known.isdisjoint(names) and not known.isdisjoint(others):
+            warnings.warn(
+                f"no group of this call is known: one is {names[0]} here, and fit had groups such as {min(known)};"
+                " all rows are predicted by the prior",
+                stacklevel=4,
+            )
 
 
 class MetaRegressor(RegressorMixin, _MetaEstimator):
@@ -146,7 +174,7 @@ class MetaRegressor(RegressorMixin, _MetaEstimator):
         learning_rate: the largest outer step size.
         validation: the fraction of the groups with 12 or more rows that are held out during training. They choose when
             each member stops, how much it adapts, and its weight in the average.
-        random_state: the seed.
+        random_state: the seed, a `RandomState`, or None for a random one.
     """
 
     _loss = staticmethod(squared_error)
@@ -168,6 +196,10 @@ class MetaRegressor(RegressorMixin, _MetaEstimator):
             return found
         variance = (weights * (self.ensemble_.variances(x, rows) + (values - mean).square())).sum(0)
         return found, variance.sqrt().numpy() * self.y_scale_
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> float:
+        """The coefficient of determination; without groups, that of the prior."""
+        return float(r2_score(y, self.predict(X, groups), sample_weight=sample_weight))
 
     def _begin(self, X: np.ndarray, y: np.ndarray) -> None:
         super()._begin(X, y)
@@ -205,10 +237,16 @@ class MetaClassifier(ClassifierMixin, _MetaEstimator):
         best = self.predict_proba(X, groups).argmax(1)
         return self.classes_[best]
 
+    def score(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> float:
+        """The accuracy; without groups, that of the prior."""
+        return float(accuracy_score(y, self.predict(X, groups), sample_weight=sample_weight))
+
     def _begin(self, X: np.ndarray, y: np.ndarray) -> None:
         check_classification_targets(y)
         super()._begin(X, y)
-        self.classes_ = np.union1d(np.unique(y), self.__dict__.pop("_classes", y[:0]))
+        self.classes_ = self.__dict__.pop("_classes", np.unique(y))
+        if unlisted := sorted(set(np.unique(y).tolist()) - set(self.classes_.tolist())):
+            raise ValueError(f"y has classes {unlisted}, which are not in classes={self.classes_.tolist()}")
         self._num_outputs = len(self.classes_)
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two or more classes")
@@ -229,7 +267,13 @@ def _checked(groups: Any, X: np.ndarray) -> list[str]:
         raise ValueError(f"groups has {len(values)} values for {len(X)} rows of X")
     if any(value is None or value != value for value in values):
         raise ValueError("groups has missing values; drop these rows, or give them a group")
-    return [repr(value) for value in values]  # 1 and "1" are two groups
+    return [_name(value) for value in values]
+
+
+def _name(value: Any) -> str:
+    """The name of a group: 1, 1.0 and NumPy's 1 are one group, 1 and "1" are two."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return repr(int(value)) if isinstance(value, float) and value.is_integer() else repr(value)
 
 
 def _rows_of(names: list[str]) -> dict[str, Tensor]:

@@ -471,3 +471,26 @@ def test_a_model_must_return_one_row_a_datapoint(output: Callable[[Tensor], Any]
     network = Network(Strange(3, 2), losses.cross_entropy)
     with pytest.raises(ValueError, match=f"one row per datapoint, got {got}"):
         network.check(network.params(), Batch(X.float(), Y), "observe")
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, lambda p, y: (p - y).square().mean(1)])
+def test_targets_without_a_column_that_a_loss_would_broadcast(loss: Any):
+    network = Network(nn.Linear(3, 1), loss)
+    with pytest.raises(
+        ValueError, match=r"observe: the model returns \(N, 1\) and y has the shape \(N,\), .*pass y of"
+    ):
+        network.check(network.params(), Batch(X.float(), torch.rand(6)), "observe")
+    network.check(network.params(), Batch(X.float(), torch.rand(6, 1)), "observe")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        losses.squared_error,
+        lambda p, y: (p.squeeze(1) - y).square().mean(),
+        lambda p, y: F.binary_cross_entropy_with_logits(p[:, 0], y),
+    ],
+)
+def test_losses_that_take_targets_without_a_column(loss: Any):
+    network = Network(nn.Linear(3, 1), loss)
+    network.check(network.params(), Batch(X.float(), torch.rand(6)), "observe")
