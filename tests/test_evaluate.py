@@ -416,6 +416,7 @@ def test_tasks_of_arrays_with_one_target_per_row_are_played() -> None:
     x = np.linspace(-1, 1, 12)[:, None]
     stream = [ml.Task(name, ml.Batch(x, x[:, 0]), ml.Batch(x, x[:, 0])) for name in ("a", "b")]
     learner = ml.FTML(lambda: ml.models.mlp(1, 1, (4,)), ml.losses.squared_error, meta_steps=1, support=3, query=3)
-    columns = [ml.Task(task.name, *(ml.Batch(b.x, b.y[:, None]) for b in (task.train, task.test))) for task in stream]
+    batch = ml.Batch(x, x)
+    columns = [ml.Task(task.name, batch, batch) for task in stream]
     other = ml.FTML(lambda: ml.models.mlp(1, 1, (4,)), ml.losses.squared_error, meta_steps=1, support=3, query=3)
     assert list(ml.play(learner, stream, reveal=6)) == list(ml.play(other, columns, reveal=6))
