@@ -389,8 +389,8 @@ task at a time, with the same dropout masks. All other layers are refused with t
 | compiled | `engine="compiled"` | CPU; empty: not measured |
 | captured | `engine="captured"` | one NVIDIA H200; empty: not measured |
 
-{works} of {total} layers with a differentiable forward work in eager mode, and {traced} of these {tried} are traced as a
-whole. A network that does not compile runs as a CUDA graph or eagerly, with a line in the log. Lazy layers
+{works} of {total} layers with a differentiable forward work in eager mode, and {traced} of {tried} are traced as
+a whole. A network that does not compile runs as a CUDA graph or eagerly, with a line in the log. Lazy layers
 work after a call on one batch. Containers (`Sequential`, `ModuleList`, `ParameterDict` and others) work;
 losses are not layers: see [Use your own network](howto/network.md#losses).
 
