@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from metaleader.live.sqlite import check_format, connect, truncate_log
+from metaleader.live.sqlite import check_format, connect, disk_errors, errno_of, primary_code, truncate_log
 from metaleader.system.files import sync_folder, write_atomic
 
 NAME, MARK = "journal.sqlite", "journal.mark"
@@ -35,7 +35,6 @@ _CHECK, _MARK = 8, struct.Struct("<Q8s8s")
 _START = bytes(_CHECK)
 _LARGE_GAP = 1_000_000
 REMEDY = "restore a backup, or open it with repair=True, which keeps all that is intact"
-_ERRNO = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_BUSY: errno.EBUSY, sqlite3.SQLITE_READONLY: errno.EROFS}
 
 
 class Record(NamedTuple):
@@ -65,6 +64,7 @@ class Journal:
 
     Raises:
         ValueError: if the file is not a journal, is of a newer format, or ends before the last record written.
+        OSError: if the disk is full or fails, which is not damage; also with `repair`.
     """
 
     def __init__(
@@ -96,10 +96,11 @@ class Journal:
                 raise
             marked, checksum = 0, _START
         try:
-            check_format(self._connection, self.path, readonly)
-            self.first, self.last = self._ends(repair)
-            self._chain = self._checksum(self.last) or _START
-            at_mark = self._checksum(marked)
+            with disk_errors(self.path):
+                check_format(self._connection, self.path, readonly)
+                self.first, self.last = self._ends(repair)
+                self._chain = self._checksum(self.last) or _START
+                at_mark = self._checksum(marked)
         except sqlite3.DatabaseError as error:
             if not repair:
                 raise ValueError(f"{self.path} is damaged ({error}); {REMEDY}") from error
@@ -120,7 +121,8 @@ class Journal:
             return (self._start, self._start - 1) if first is None else (first >> _PIECES, last >> _PIECES)
         # Damage may change the number of a row. The records are the longest run without a large gap.
         numbers: list[int] = []
-        with contextlib.suppress(sqlite3.DatabaseError):  # the rest is unreadable; the mark states the last record
+        # If the rest is unreadable, the mark states the last record.
+        with contextlib.suppress(sqlite3.DatabaseError), disk_errors(self.path):
             numbers += (n for (n,) in self._connection.execute("SELECT DISTINCT id >> ? FROM journal", (_PIECES,)))
         numbers = sorted(n for n in numbers if n > 0)
         gaps = [i for i in range(1, len(numbers)) if numbers[i] - numbers[i - 1] > _LARGE_GAP]
@@ -252,12 +254,11 @@ class Journal:
             self.last, self._chain = number, chain
             self._write_mark()
         except BaseException as error:
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF if isinstance(error, sqlite3.Error) else None
-            self._roll_back(error, code)
-            if code is None:
+            self._roll_back(error, primary_code(error) if isinstance(error, sqlite3.Error) else None)
+            if not isinstance(error, sqlite3.Error):
                 raise
             raise OSError(
-                _ERRNO.get(code, errno.EIO), f"cannot write {self.path} ({error}); free some space if the disk is full"
+                errno_of(error), f"cannot write {self.path} ({error}); free some space if the disk is full"
             ) from error
         return number
 
@@ -303,13 +304,14 @@ class Journal:
         """The stored bytes of the records from `start` to `stop`, up to the first unreadable one or without those."""
         number = start
         try:
-            for number, data in self._query(start, stop):
-                yield number, data
-                number += 1
+            with disk_errors(self.path):
+                for number, data in self._query(start, stop):
+                    yield number, data
+                    number += 1
         except sqlite3.DatabaseError:
             # SQLite cannot read on: try each of the rest.
             for single in range(number, stop + 1) if salvage else ():
-                with contextlib.suppress(sqlite3.DatabaseError):
+                with contextlib.suppress(sqlite3.DatabaseError), disk_errors(self.path):
                     yield from self._query(single, single)
 
     def _query(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:

@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 FORMAT = 1
 # Of new files. Rows of a few hundred bytes fill such pages to 99 %, and pages of half the size to 96 %.
 _PAGE = 16384
+# Primary codes of errors that say nothing of the content of the file.
+_ERRNO = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_BUSY: errno.EBUSY,
+    sqlite3.SQLITE_READONLY: errno.EROFS,
+    sqlite3.SQLITE_CANTOPEN: errno.EIO,
+    sqlite3.SQLITE_IOERR: errno.EIO,
+}
+
+
+def primary_code(error: sqlite3.Error) -> int:
+    """The code of an error without its details; 0 if it has none."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def errno_of(error: sqlite3.Error) -> int:
+    """The errno for an error of SQLite."""
+    return _ERRNO.get(primary_code(error), errno.EIO)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raise an OSError for an error of the disk or the system, which is not damage of the file."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        code = primary_code(error)
+        # A file that ends too early is damaged.
+        if code not in _ERRNO or getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_SHORT_READ:
+            raise
+        remedy = {
+            sqlite3.SQLITE_FULL: "free some space",
+            sqlite3.SQLITE_BUSY: "wait until no other process uses it",
+        }.get(code, "check its disk, the free space and the permissions of its folder")
+        raise OSError(
+            errno_of(error),
+            f"{path} cannot be read or written ({error}), which is not damage: {remedy}, then open it again without"
+            " repair=True",
+        ) from error
 
 
 def connect(path: Path, readonly: bool) -> sqlite3.Connection:

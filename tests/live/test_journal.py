@@ -229,6 +229,65 @@ def test_a_full_disk_leaves_the_journal_as_it_was(made):
     journal.close()
 
 
+@pytest.mark.parametrize("repair", [False, True])
+@pytest.mark.parametrize("at", ["check_format", "read"])
+@pytest.mark.parametrize(
+    ("code", "number", "remedy"),
+    [
+        (sqlite3.SQLITE_FULL, errno.ENOSPC, "free some space, then open it again"),
+        (sqlite3.SQLITE_IOERR_SHMSIZE, errno.EIO, "check its disk"),
+        (sqlite3.SQLITE_CANTOPEN, errno.EIO, "check its disk"),
+        (sqlite3.SQLITE_READONLY_DIRECTORY, errno.EROFS, "check its disk"),
+    ],
+)
+def test_an_error_of_the_disk_is_not_damage(made, monkeypatch, code, number, remedy, at, repair):
+    """A full disk, when the journal is opened or read: no mark is written, and the journal can be opened later."""
+    path, written = made
+    mark = (path / "closed" / MARK).read_bytes()
+
+    def fail(*_):
+        error = sqlite3.OperationalError("the text of SQLite")
+        error.sqlite_errorcode = code
+        raise error
+
+    def opened_and_read():
+        journal = Journal(path / "closed", repair=repair)
+        try:
+            with monkeypatch.context() as later:
+                later.setattr(journal, "_query", fail)
+                list(journal.salvage() if repair else journal.read())
+        finally:
+            journal.close()
+
+    with monkeypatch.context() as patch:
+        if at == "check_format":
+            patch.setattr(module, "check_format", fail)
+        with pytest.raises(OSError, match=f"the text of SQLite.*not damage.*{remedy}.*without repair=True") as caught:
+            opened_and_read()
+    assert caught.value.errno == number
+    assert (path / "closed" / MARK).read_bytes() == mark
+    journal = Journal(path / "closed")
+    assert list(journal.read()) == list(enumerate(written, 1))
+    journal.close()
+
+
+def test_a_repair_while_the_file_cannot_grow(made):
+    """SQLite needs room for the index of its log even to open the file."""
+    path, written = made
+    (path / "killed" / f"{NAME}-shm").unlink(missing_ok=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        for repair in (False, True):
+            with pytest.raises(OSError, match=r"not damage.*without repair=True"):
+                Journal(path / "killed", repair=repair)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    journal = Journal(path / "killed")
+    assert list(journal.read()) == list(enumerate(written, 1))
+    journal.close()
+
+
 def test_a_failed_write_stops_the_journal_until_it_is_opened_again(made):
     """The operating system refuses to extend any file."""
     path, written = made
