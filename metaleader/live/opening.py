@@ -18,6 +18,15 @@ from metaleader.tasks import rows
 _ATTEMPTS = 3
 
 
+def check_numbers(share: float, **counts: object) -> None:
+    """Reject a share or a count that a session cannot have."""
+    if not 0 < share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, got {share}")
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+
+
 def locked(folder: Path) -> FolderLock:
     """Create a folder if there is none, and lock it.
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import errno
+import logging
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,7 +14,8 @@ from metaleader.learners.learner import Learner
 from metaleader.live import checkpoints
 from metaleader.live.calls import Codec, Observe, Predict, Readmit, Updates, digest, fingerprint
 from metaleader.live.errors import ConflictError, UnknownPredictionError
-from metaleader.live.opening import built, locked
+from metaleader.live.folder import check_new, check_room
+from metaleader.live.opening import built, check_numbers, locked
 from metaleader.live.recovery import first_records, open_folder, predictions_of
 from metaleader.live.repair import repair_journal
 from metaleader.live.runner import Runner
@@ -25,6 +25,7 @@ from metaleader.live.writer import Writer
 from metaleader.system.files import make_folder, sync_folder, write_atomic
 from metaleader.tasks import Tree
 
+_log = logging.getLogger("metaleader")
 Mode = Literal["background", "process", "thread", "inline"]
 _MODES: dict[Mode, Updates] = {"background": "later", "process": "later", "thread": "later", "inline": "now"}
 
@@ -66,11 +67,7 @@ class Session:
     ) -> None:
         if updates not in _MODES:
             raise ValueError(f"updates must be one of {', '.join(_MODES)}; got {updates!r}")
-        if not 0 < share <= 1:
-            raise ValueError(f"share must be above 0 and at most 1, got {share}")
-        for name, value in (("keys", keys), ("predictions", predictions)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+        check_numbers(share, keys=keys, predictions=predictions)
         self.folder = Path(folder)
         self._mode: Updates = _MODES[updates]
         self._process, self._closed = os.getpid(), False
@@ -94,7 +91,7 @@ class Session:
         self._writer = Writer(opened.journal, opened.codec, opened.ledger, lambda: self._updater.wake())
         self._updater = Updater(self.folder, opened, self._writer, runner, share)
         self._updater.start()
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def __enter__(self) -> Self:
         return self
@@ -239,12 +236,7 @@ class Session:
         ledger, codec = self._ledger, Codec()
         waiting = predictions_of(ledger, self._journal, self._writer.codec)
         kept = [call for call in waiting if call.task != forgotten]
-        needed, free = 3 * self._journal.bytes, shutil.disk_usage(self.folder).free
-        if free < needed:
-            call = "compact" if forgotten is None else "forget"
-            raise OSError(
-                errno.ENOSPC, f"{call} needs {needed} bytes on the disk of {self.folder}, {free} are free; free some"
-            )
+        check_room(self.folder, 3 * self._journal.bytes, "compact" if forgotten is None else "forget")
         if forgotten is not None:
             ledger.learner.forget(forgotten)
         try:
@@ -317,8 +309,7 @@ class Session:
         """
         self._check()
         target = Path(path)
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ValueError(f"{target} exists; name a new folder for the backup")
+        check_new(target)
         make_folder(target)
         with self._updater.paused():
             # The checkpoint first: the journal then includes all that the checkpoint does.
@@ -328,17 +319,27 @@ class Session:
         sync_folder(target)
 
     def close(self) -> None:
-        """Write a checkpoint and close the files; later calls are refused. A second call has no effect."""
+        """Write a checkpoint and close the files; later calls are refused. A second call has no effect.
+
+        Raises:
+            OSError: if the checkpoint cannot be written. The files are closed, and the journal has all calls.
+        """
         if self._closed or self._process != os.getpid():
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         try:
             self._updater.close()
         finally:
             self._writer.close()
             self._journal.close()
             self._lock.close()
+
+    def _close_at_exit(self) -> None:
+        try:
+            self.close()
+        except OSError as error:
+            _log.error("%s was closed without a checkpoint; its journal has all calls: %s", self.folder, error)
 
     def _check(self) -> None:
         if self._process != os.getpid():

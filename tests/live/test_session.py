@@ -4,11 +4,15 @@ import logging
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sessions
 import torch
 from sessions import ROWS, batch, calls, differences, make, make_head, make_sizes, plain_learner, same_state
 
@@ -466,6 +470,34 @@ def test_a_second_session_is_refused(tmp_path):
     assert os.waitpid(child, 0)[1] == 0
     assert session.observe(*batch(0), task="a") is True
     session.close()
+
+
+UNCLOSED = """
+import resource
+import sys
+
+import sessions
+from metaleader.live.session import Session
+
+session = Session(sys.argv[1], sessions.make, updates="inline")
+session.observe(*sessions.batch(0), task="a")
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+"""
+
+
+def test_a_session_that_cannot_write_at_the_end_of_its_process_logs_one_line(tmp_path):
+    paths = os.pathsep.join([str(Path(sessions.__file__).parent), *sys.path])
+    process = subprocess.run(
+        [sys.executable, "-c", UNCLOSED, tmp_path / "a"],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (line,) = process.stderr.splitlines()
+    assert "a was closed without a checkpoint; its journal has all calls: [Errno 27] cannot write" in line
+    with Session(tmp_path / "a", make) as session:
+        assert session.learner.tasks == {"a": ROWS}
 
 
 def test_a_closed_session_refuses_calls(tmp_path):
