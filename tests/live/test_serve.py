@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -191,6 +192,29 @@ def test_forgetting(tmp_path):
         assert (answer.status_code, answer.json()) == (404, {"error": "no data of task 'a'"})
         assert not service._predictions
     assert b'"a"' not in (tmp_path / "service.json").read_bytes()
+
+
+@pytest.mark.parametrize("task", ["site/3", "künd/e", "a/b/c/", "/a", "a/observe", "b/infer", "a?b#c/d"])
+def test_names_with_a_slash(task, tmp_path):
+    """Also quoted as %2F, which the server decodes before the address is read."""
+    with client(tmp_path) as (http, service):
+        for i, name in enumerate((quote(task, safe=""), quote(task))):
+            assert observe(http, i, name) is True
+            assert service.source.learner.tasks == {task: (i + 1) * ROWS}
+            service.source.wait()
+            answer = http.post(f"/v2/models/{name}/infer?name={name}", json=inputs(5))
+            assert answer.json()["model_name"] == task
+            assert answer.json()["parameters"] == {"datapoints": (i + 1) * ROWS}
+            assert torch.equal(output(answer), service.source.predict(batch(5)[0], task))
+            assert http.get(f"/v2/models/{name}").json()["name"] == task
+            assert http.get(f"/v2/models/{name}/ready").json() == {"name": task, "ready": True}
+            assert http.post(f"/tasks/{name}/readmit").status_code == 409
+        answer = http.post(f"/predictions/{quote(task)}/label", json=body(tensor("y", batch(5)[1])))
+        assert answer.json() == {"prediction": task, "stored": True}
+        observe(http, 1, "a")
+        assert http.delete(f"/tasks/{quote(task)}").json() == {"task": task, "deleted": True}
+        assert http.get("/tasks").json()["tasks"] == {"a": ROWS}
+        assert http.get("/tasks/").json()["total"] == 1
 
 
 def test_tasks_set_aside_are_readmitted(tmp_path):
@@ -405,6 +429,12 @@ def test_other_requests_that_are_refused(tmp_path):
             (405, http.put("/tasks")),
             (404, http.get("/nothing")),
             (404, http.post("/v2/models/a/versions/1/infer", json=inputs(1))),
+            (404, http.get("/v2/models/a/versions/1")),
+            (404, http.get("/v2/models/a/versions/1/ready")),
+            (405, http.post("/tasks//observe", json=datapoints(1))),
+            (405, http.get("/tasks/a")),
+            (405, http.get("/tasks/a/observe")),
+            (405, http.delete("/tasks")),
             (415, http.post("/tasks/a/observe", content=b"x")),
             (415, http.post("/tasks/a/observe", json=datapoints(1), headers={"content-encoding": "gzip"})),
             (400, http.post("/tasks/a%0Ab/observe", json=datapoints(1))),
@@ -650,7 +680,7 @@ def test_the_description_has_every_call(tmp_path):
     with client(tmp_path) as (http, _):
         found = http.get("/openapi.json").json()
     assert found["openapi"].startswith("3.1")
-    assert set(found["paths"]) == {route.path for route in ROUTES}
+    assert set(found["paths"]) == {route.path_format for route in ROUTES}
     calls = [(path, method, call) for path, methods in found["paths"].items() for method, call in methods.items()]
     assert len({call["operationId"] for _, _, call in calls}) == len(calls)
     for path, _, call in calls:

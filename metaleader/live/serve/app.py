@@ -224,18 +224,19 @@ async def page(request: Request) -> Response:
     return Response(PAGE, media_type="text/html", headers=HEADERS)
 
 
+# A name may hold a slash, so a longer address precedes its beginning. The kinds of names are those of `requests`.
 ROUTES = [
-    Route("/v2/models/{task}/infer", infer, methods=["POST"]),
-    Route("/tasks/{task}/observe", observe, methods=["POST"]),
-    Route("/predictions/{name}/label", label, methods=["POST"]),
-    Route("/tasks/{task}/readmit", readmit, methods=["POST"]),
-    Route("/tasks/{task}", forget, methods=["DELETE"]),
+    Route("/v2/models/{task:model}/infer", infer, methods=["POST"]),
+    Route("/tasks/{task:name}/observe", observe, methods=["POST"]),
+    Route("/predictions/{name:name}/label", label, methods=["POST"]),
+    Route("/tasks/{task:name}/readmit", readmit, methods=["POST"]),
+    Route("/tasks/{task:name}", forget, methods=["DELETE"]),
     Route("/tasks", list_tasks),
     Route("/v2", server_metadata),
     Route("/v2/health/live", live),
     Route("/v2/health/ready", ready),
-    Route("/v2/models/{task}", model_metadata),
-    Route("/v2/models/{task}/ready", model_ready),
+    Route("/v2/models/{task:model}/ready", model_ready),
+    Route("/v2/models/{task:model}", model_metadata),
     Route("/status", status),
     Route("/metrics", metrics),
     Route("/openapi.json", openapi),

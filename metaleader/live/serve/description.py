@@ -93,7 +93,7 @@ def description(routes: Sequence[Route]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            paths.setdefault(route.path, {})[method.lower()] = _call(route)
+            paths.setdefault(route.path_format, {})[method.lower()] = _call(route)
     return {
         "openapi": "3.1.0",
         "info": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 
 from metaleader.live.serve.bodies import JSON, SAFETENSORS, Body, read_body
@@ -11,6 +12,22 @@ from metaleader.live.serve.service import Limits, RefusedError
 
 LONGEST_NAME = 500
 _LARGE = 2**16
+
+
+class _Name(StringConvertor):
+    """A name in an address; it may hold a slash, which servers decode from %2F."""
+
+    regex = r"[\s\S]+"
+
+
+class _Model(StringConvertor):
+    """A name in an address of the Open Inference Protocol, which ends in /versions/VERSION for a version of a model."""
+
+    regex = r"(?![\s\S]*/versions/[^/]*(?:/infer|/ready)?/?$)[\s\S]+"
+
+
+register_url_convertor("name", _Name())
+register_url_convertor("model", _Model())
 
 
 def name_in_path(request: Request, kind: str) -> str:
