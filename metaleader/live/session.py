@@ -14,7 +14,7 @@ from metaleader.learners.learner import Learner
 from metaleader.live import checkpoints
 from metaleader.live.calls import Codec, Observe, Predict, Readmit, Updates, digest, fingerprint
 from metaleader.live.errors import ConflictError, UnknownPredictionError
-from metaleader.live.folder import check_new, check_room
+from metaleader.live.folder import check_folder, check_new, check_room
 from metaleader.live.opening import built, check_numbers, locked
 from metaleader.live.recovery import first_records, open_folder, predictions_of
 from metaleader.live.repair import repair_journal
@@ -38,7 +38,7 @@ class Session:
     a folder.
 
     Args:
-        folder: the folder; it is created if there is none.
+        folder: the folder; it is created if there is none. A new session needs an empty one.
         factory: builds the learner, with the same settings each time; data that it has is taken over into a new folder.
         updates: "background": `observe` returns when the data is on disk, and the updates follow; "inline": each
             `observe` makes its updates before it returns. Background updates run in a thread; once they have taken a
@@ -50,8 +50,8 @@ class Session:
         repair: if the folder is damaged, continue from everything that is intact. A warning names what is lost.
 
     Raises:
-        ValueError: if another process has opened the folder, its settings differ from those of the learner, or it is
-            damaged; for updates="process" if that is not possible.
+        ValueError: if another process has opened the folder, its settings differ from those of the learner, it is
+            damaged, or it holds other files; for updates="process" if that is not possible.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Session:
         self.folder = Path(folder)
         self._mode: Updates = _MODES[updates]
         self._process, self._closed = os.getpid(), False
+        check_folder(self.folder)
         self._lock = locked(self.folder)
         try:
             if repair:
