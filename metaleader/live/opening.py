@@ -16,6 +16,7 @@ from metaleader.system.lock import FolderLock
 from metaleader.tasks import rows
 
 _ATTEMPTS = 3
+_REMEDY = "pass a function that builds a learner, as in Session(folder, lambda: FTML(...))"
 
 
 def check_numbers(share: float, **counts: object) -> None:
@@ -50,11 +51,15 @@ def locked(folder: Path) -> FolderLock:
 
 
 def built(factory: Callable[[], Learner]) -> Learner:
-    """The learner of a factory; rejects other objects, and learners in several processes."""
+    """The learner of a factory; rejects other objects, and learners that a session cannot keep."""
+    if not callable(factory):
+        raise ValueError(f"{_REMEDY}; got {type(factory).__name__}")
     learner = factory()
     if not isinstance(learner, Learner):
+        raise ValueError(f"{_REMEDY}; this one returned {type(learner).__name__}")
+    if learner.restarts:
         raise ValueError(
-            f"the factory must return a learner, as in Session(folder, lambda: FTML(...)); got {type(learner).__name__}"
+            f"{type(learner).__name__} trains on one task at a time, and a session keeps many: use FTML, FTL or TOE"
         )
     if learner.sharding.group.size > 1:
         raise ValueError("a session is one process: open it outside of a process group, or use shards=1")

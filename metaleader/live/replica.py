@@ -21,6 +21,7 @@ from metaleader.live import checkpoints
 from metaleader.live.calls import Call, Codec, Observe
 from metaleader.live.journal import NAME, Journal
 from metaleader.live.ledger import Ledger
+from metaleader.live.opening import built
 from metaleader.live.recovery import decoded, restore_first
 from metaleader.tasks import Tree
 
@@ -114,7 +115,7 @@ class Replica:
 
     def _loaded(self) -> _Copy:
         for attempts_left in reversed(range(_ATTEMPTS)):
-            copy = _Copy(self.folder, self._factory())
+            copy = _Copy(self.folder, built(self._factory))
             try:
                 copy.load()
                 return copy

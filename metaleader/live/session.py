@@ -50,8 +50,9 @@ class Session:
         repair: if the folder is damaged, continue from everything that is intact. A warning names what is lost.
 
     Raises:
-        ValueError: if another process has opened the folder, its settings differ from those of the learner, it is
-            damaged, or it holds other files; for updates="process" if that is not possible.
+        ValueError: if the factory builds no learner of many tasks; if another process has opened the folder, its
+            settings differ from those of the learner, it is damaged, or it holds other files; for updates="process" if
+            that is not possible.
     """
 
     def __init__(
@@ -72,15 +73,14 @@ class Session:
         self._mode: Updates = _MODES[updates]
         self._process, self._closed = os.getpid(), False
         check_folder(self.folder)
+        learner = built(factory)
         self._lock = locked(self.folder)
         try:
             if repair:
                 repair_journal(self.folder, built(factory), keys, predictions)
-            opened = open_folder(self.folder, built(factory), keys, predictions, repair)
+            opened = open_folder(self.folder, learner, keys, predictions, repair)
             try:
-                runner = Runner(
-                    self.folder, opened.ledger.learner, factory, "thread" if updates == "inline" else updates
-                )
+                runner = Runner(self.folder, learner, factory, "thread" if updates == "inline" else updates)
             except BaseException:
                 opened.journal.close()
                 raise
@@ -88,7 +88,7 @@ class Session:
             self._lock.close()
             raise
         self._journal, self._ledger = opened.journal, opened.ledger
-        self._together = Together(opened.ledger.learner)
+        self._together = Together(learner)
         self._writer = Writer(opened.journal, opened.codec, opened.ledger, lambda: self._updater.wake())
         self._updater = Updater(self.folder, opened, self._writer, runner, share)
         self._updater.start()

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 from torch import nn
 
 from metaleader import losses, models
-from metaleader.learners import FTML, TOE, BayesianHead, Scratch
+from metaleader.learners import FTML, TOE, BayesianHead
 from metaleader.live.replica import Replica
 from metaleader.live.serve.app import ROUTES, make_app
 from metaleader.live.serve.bodies import JSON, SAFETENSORS
@@ -667,13 +667,6 @@ def test_predictions_that_are_not_finite(tmp_path):
         assert answer.status_code == 422
         answer = http.post("/v2/models/a/infer", json=huge, headers={"accept": SAFETENSORS})
         assert not safetensors.torch.load(answer.content)["y"].isfinite().all()
-
-
-def test_a_learner_of_one_task_is_refused(tmp_path):
-    session = Session(tmp_path, lambda: Scratch(lambda: models.mlp(2, 1, (4,)), losses.squared_error))
-    with pytest.raises(ValueError, match="Scratch trains on one task at a time and cannot be served"):
-        Service(session, Limits())
-    Session(tmp_path, lambda: Scratch(lambda: models.mlp(2, 1, (4,)), losses.squared_error)).close()
 
 
 def test_the_description_has_every_call(tmp_path):

@@ -159,7 +159,7 @@ def test_a_learner_that_cannot_be_built(file, tmp_path):
     with pytest.raises(ValueError, match=r"learner\(\) of .* fails: TypeError: .* missing 1 required"):
         Session(tmp_path / "a", learner_factory(file, None, 0))
     file.write_text("def learner():\n    return 3\n")
-    with pytest.raises(ValueError, match="the factory must return a learner"):
+    with pytest.raises(ValueError, match="pass a function that builds a learner"):
         Session(tmp_path / "a", learner_factory(file, None, 0))
     file.write_text(SERVICE)
     for method, seed in (("ftml", 0), (None, 1)):

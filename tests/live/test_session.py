@@ -20,6 +20,7 @@ from metaleader import losses, models
 from metaleader.learners import FTML, TOE, Scratch
 from metaleader.live.calls import Observe, Update
 from metaleader.live.errors import ConflictError, UnknownPredictionError
+from metaleader.live.replica import Replica
 from metaleader.live.session import Session
 from metaleader.live.update import PreparedUpdate
 from metaleader.live.updater import Updater
@@ -424,8 +425,6 @@ def test_other_settings_are_refused(tmp_path):
     for message, factory in others.items():
         with pytest.raises(ValueError, match=message):
             Session(tmp_path / "a", factory)
-    with pytest.raises(ValueError, match=r"the factory must return a learner, .*got NoneType"):
-        Session(tmp_path / "a", lambda: None)  # pyright: ignore[reportArgumentType]
     Session(tmp_path / "a", make).close()
 
 
@@ -596,10 +595,25 @@ def _loaded(learner, state):
     return learner
 
 
-def test_learners_that_need_rounds_are_refused(tmp_path):
-    make_scratch = lambda: Scratch(lambda: models.mlp(2, 1, (6,)), losses.squared_error)  # noqa: E731
-    with Session(tmp_path / "a", make_scratch) as session, pytest.raises(ValueError, match="call begin"):
-        session.observe(*batch(0), task="a")
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda: Scratch(lambda: models.mlp(2, 1, (6,)), losses.squared_error), "Scratch trains on one task at a time"),
+        (lambda: None, "pass a function that builds a learner, .*; this one returned NoneType"),
+        (make(), "pass a function that builds a learner, .*; got FTML"),
+        (None, "pass a function that builds a learner, .*; got NoneType"),
+    ],
+)
+def test_factories_that_build_no_learner_of_a_session(factory, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        Session(tmp_path / "a", factory)
+    assert not (tmp_path / "a").exists()
+    Session(tmp_path / "a", make).close()
+    with pytest.raises(ValueError, match=message):
+        Session(tmp_path / "a", factory)
+    with pytest.raises(ValueError, match=message):
+        Replica(tmp_path / "a", factory)
+    Session(tmp_path / "a", make).close()
 
 
 def test_methods_of_a_users_own_are_called(tmp_path):

@@ -82,12 +82,6 @@ class Service:
     def __init__(
         self, source: Session | Replica, limits: Limits, *, window: float = 0.002, measure: bool = True
     ) -> None:
-        if source.learner.definition.restarts:
-            source.close()
-            raise ValueError(
-                f"{type(source.learner).__name__} trains on one task at a time and cannot be served; serve FTML, FTL or"
-                " TOE"
-            )
         self.source, self.limits, self._measures = source, limits, measure
         self.is_replica = isinstance(source, Replica)
         self.history = History(None if self.is_replica else Path(source.folder))
