@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from metaleader import losses, models
+from metaleader.learners import FTML
+from metaleader.live.session import Session
 from metaleader.presets import PRESETS
 from metaleader.streams import STREAMS
 from metaleader.streams.datasets.registry import DATA_SETS
@@ -18,6 +21,14 @@ BLOCKS = [
     for page in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
+
+
+def test_the_page_of_sessions_has_every_key_of_their_status(tmp_path):
+    net = models.mlp(2, 1, (4,))
+    with Session(tmp_path / "a", lambda: FTML(net, losses.squared_error, inner_lr=0.01)) as session:
+        keys = set(session.status())
+    (table,) = re.findall(r"\| key \| value \|\n(.*?)\n\n", (DOCS / "howto" / "live.md").read_text(), re.DOTALL)
+    assert {key for row in table.splitlines() for key in re.findall(r"`(\w+)`", row.split("|")[1])} == keys
 
 
 @pytest.mark.filterwarnings("ignore::metaleader.regret.UnconvergedWarning")  # the page on theory says that it warns
