@@ -206,9 +206,8 @@ class Engine:
                 except (StateReadError, HookError):
                     raise
                 except Exception as error:
-                    reason = " ".join(str(error).split())[:300] or type(error).__name__
                     mode = _FALLBACK[self.mode] if decides else "eager"
-                    _log.warning("engine mode %r fails, continuing with %r: %s", self.mode, mode, reason)
+                    _log.warning("engine mode %r fails, continuing with %r: %s", self.mode, mode, _short(error))
                     self._pool = None  # a failed capture may have left it unusable
                     self.mode, eager = (mode, False) if decides else (self.mode, True)
             program = program or make()
@@ -240,22 +239,23 @@ class Engine:
     def _gradient_program(
         self, objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None
     ) -> Callable[..., tuple[Tensor, Tensor]]:
-        batch = tree_map(lambda leaf: leaf[0], query)
         compiled = self.mode in ("compiled", "captured") and not _is_eager(objective)
         if objective.task_gradient is not None:
             params = objective.layout.named(flat)
             return functools.partial(
                 _flat_gradient, objective, HookGradient(objective, compiled, params, support, query)
             )
+        if noise is None and (dense := self._perceptrons.gradient(objective, flat, support, query)) is not None:
+            return dense
         program: Gradient | None = None
         if noise is None:
-            dense = self._perceptrons.gradient(objective, flat, support, query)
-            if dense is not None:
-                return dense
-            program = self._chains.gradient(objective, flat, batch, compiled)
+            program = self._chains.gradient(objective, flat, tree_map(lambda leaf: leaf[0], query), compiled)
         if program is None and compiled and is_whole(objective, flat.device):
             whole = functools.partial(_flat_gradient, objective, eager_gradient(objective))
-            return WholeProgram(whole, (flat, support, query, noise))
+            try:
+                return WholeProgram(whole, (flat, support, query, noise))
+            except Exception as error:  # torch 2.13 cannot record the second derivative of l1_loss, for one
+                _log.info("the gradient does not compile as one program; compiling it in pieces: %s", _short(error))
         if program is None and compiled:
             program = compiled_gradient(objective, flat, support, noise)
         return functools.partial(_flat_gradient, objective, program or eager_gradient(objective))
@@ -264,6 +264,10 @@ class Engine:
 def engine_of(engine: Mode | Engine, meta_steps: int, device: torch.device) -> Engine:
     """An engine in a mode, for a learner that makes `meta_steps` updates at each `observe`; engines are returned."""
     return engine if isinstance(engine, Engine) else Engine(engine, _ASSUMED_OBSERVES * meta_steps, device)
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _shapes_of(leaves: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -152,7 +152,7 @@ def _require_functions(path: str | os.PathLike[str], missing: list[str]) -> None
 
 
 def _compare_losses(path: str | os.PathLike[str], before: Any, learner: Learner) -> None:
-    """Warn if the loss of the latest datapoints differs from the one in the file."""
+    """Warn if the loss of the latest datapoints differs from the one in the file; refuse a loss that fails on them."""
     if not isinstance(before, float) or not math.isfinite(before):
         return
     precision = torch.finfo(next(iter(learner.params.values())).dtype).eps
@@ -161,7 +161,9 @@ def _compare_losses(path: str | os.PathLike[str], before: Any, learner: Learner)
         text = None if now is None else f"{now:.4g}"
         same = now is None or math.isclose(before, now, rel_tol=max(1e-3, 4 * precision), abs_tol=1e-6)
     except Exception as error:  # from the user's network or loss
-        text, same = f"not computable ({error})", False
+        raise ValueError(
+            f"the model or the loss fails on the data of {path}: {error}; pass those that it was saved with"
+        ) from error
     if not same:
         _log.warning(
             "%s was saved with a loss of %.4g on its latest datapoints, here it is %s; are these the model, the loss"

@@ -59,7 +59,7 @@ def with_own_gradient(learner: Learner, definition: Definition, base: type[Learn
         objective = dataclasses.replace(objective, own_gradient=OwnGradient(learner))
     if objective.task_gradient is not None and learner.network.has_dropout:
         raise ValueError(
-            f"the gradient of {name} is not one of gradient steps and takes no dropout masks; remove"
-            " the dropout layers from the model"
+            f"only gradient steps take dropout masks, not adaptation= and a task_gradient of {name}; remove the dropout"
+            " layers from the model"
         )
     return definition._replace(objective=objective)

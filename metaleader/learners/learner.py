@@ -23,7 +23,7 @@ from metaleader.learners.checkpoint import load_learner, load_state, save_learne
 from metaleader.learners.data import checked_folder, memory_by_class, memory_by_task, store
 from metaleader.learners.definition import Definition, with_own_gradient
 from metaleader.learners.locks import Locks
-from metaleader.learners.many import predict_many
+from metaleader.learners.many import inputs_by_name, predict_many
 from metaleader.learners.optimizer import Rule, State, state_tree
 from metaleader.learners.options import Configured, Model, initial_module, initial_params
 from metaleader.learners.sharded import agree_on_learner
@@ -238,6 +238,7 @@ class Learner(Configured, ABC):
     @torch.no_grad()
     def predict_many(self, xs: Mapping[str, Tree]) -> dict[str, Any]:
         """Predictions by name, for inputs by name of the task: those of `predict(x, task=name)`, up to rounding."""
+        xs = inputs_by_name(xs)
         own = (type(self).adapt, type(self).predict) != (Learner.adapt, Learner.predict)
         return {name: self.predict(x, task=name) for name, x in xs.items()} if own else predict_many(self, xs)
 

@@ -45,6 +45,13 @@ class _Weighted(NamedTuple):
     weights: Tensor
 
 
+def inputs_by_name(xs: Mapping[str, Tree]) -> Mapping[str, Tree]:
+    """Inputs by name of the task, checked."""
+    if not isinstance(xs, Mapping):
+        raise ValueError(f"predict_many takes inputs by name of the task, as a dict; got {type(xs).__name__}")
+    return xs
+
+
 def predict_many(learner: Learner, xs: Mapping[str, Tree]) -> dict[str, Any]:
     """Predictions by name; see `Learner.predict_many`."""
     with learner.locks.reading:

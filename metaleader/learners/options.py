@@ -95,7 +95,14 @@ class Options:
                 close = difflib.get_close_matches(name, [*names, *_PLACES], 1)
                 advice = f"did you mean {close[0]}?" if close else f"it has {', '.join([*names, *_PLACES])}"
                 raise ValueError(f"{learner} has no setting {name!r}; {advice}")
-        return cls(**settings)
+        options = cls(**settings)
+        for field in fields(cls):
+            value = getattr(options, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{field.name} must be True or False, got {value!r}")
+            if isinstance(value, bool) and "bool" not in str(field.type):
+                raise ValueError(f"{field.name} must not be True or False, got {value}")
+        return options
 
     def plain(self) -> dict[str, Any]:
         """The options by name, as values that a file can hold; functions are left as they are."""

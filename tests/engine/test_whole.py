@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import oracles
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import metaleader as ml
+from metaleader.engine import compiled
 from metaleader.engine.whole import compile_graph
 
 pytestmark = [
@@ -33,3 +37,29 @@ def test_a_graph_is_compiled_once_for_all_values_of_its_constants(
         assert torch.equal(compile_graph(graph, [x])(x)[0], x * factor + 1)
     assert counters["inductor"]["fxgraph_cache_miss"] == 1
     assert counters["inductor"]["fxgraph_cache_hit"] == 1
+
+
+def test_a_gradient_that_cannot_be_recorded_is_compiled_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second derivative of l1_loss; without generating code, as in the table of layers."""
+    monkeypatch.setattr(compiled, "compile_whole", lambda function: function)
+    caplog.set_level("INFO", logger="metaleader")
+    states = []
+    for mode in ("eager", "compiled"):
+        learner = ml.FTML(
+            lambda: ml.models.mlp(2, 1, (4,)),
+            F.l1_loss,
+            engine=mode,
+            tasks_per_step=2,
+            support=2,
+            query=2,
+            meta_steps=2,
+        )
+        for name in ("a", "b"):
+            learner.observe(oracles.normal(name, 6, 2, dtype=torch.float32), torch.ones(6, 1), task=name, update=False)
+        learner.update()
+        assert learner.engine.mode == mode
+        states.append(learner.state.flat)
+    assert "compiling it in pieces" in caplog.text
+    torch.testing.assert_close(*states)

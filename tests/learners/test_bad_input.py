@@ -344,12 +344,18 @@ def test_a_checkpoint_with_another_loss_preprocess_or_activation(
         (net, smooth, torch.neg),
         (net, ml.losses.cross_entropy, torch.abs),
         (tanh, ml.losses.cross_entropy, torch.neg),
-        (net, no_labels, torch.neg),
     ):
         caplog.clear()
         ml.FTML.load(path, model, loss, preprocess=preprocess)
         assert "was saved with a loss of " in caplog.text
-    assert "here it is not computable (no labels)" in caplog.text
+    with pytest.raises(ValueError, match=r"the model or the loss fails on the data of .*: no labels; pass those that"):
+        ml.FTML.load(path, net, no_labels, preprocess=torch.neg)
+    with pytest.raises(ValueError, match=r"load takes data_folder, device, engine, preprocess, not devise"):
+        ml.FTML.load(path, net, ml.losses.cross_entropy, preprocess=torch.neg, devise="cpu")
+    with pytest.raises(ValueError, match=r"\['seed'\] come from the file"):
+        ml.FTML.load(path, net, ml.losses.cross_entropy, preprocess=torch.neg, seed=1)
+    with pytest.raises(ValueError, match="predict_many takes inputs by name of the task, as a dict; got list"):
+        learner.predict_many([x])  # pyright: ignore[reportArgumentType]
     caplog.clear()
     ml.FTML.load(path, net, ml.losses.cross_entropy, preprocess=torch.neg)
     assert not caplog.text

@@ -60,3 +60,16 @@ def test_a_model_that_fails_at_begin_leaves_the_learner() -> None:
     assert not differences(before, learner.state_dict())
     learner.begin("b")
     assert (learner.round, learner.task, learner.num_datapoints) == (1, "b", 0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"learn_lr": "yes"}, "learn_lr must be True or False, got 'yes'"),
+        ({"every_step": 1}, "every_step must be True or False, got 1"),
+        ({"inner_lr": True}, "inner_lr must not be True or False, got True"),
+    ],
+)
+def test_booleans_and_numbers_are_not_exchanged(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ml.FTML(lambda: ml.models.mlp(1, 1), ml.losses.squared_error, **setting)
