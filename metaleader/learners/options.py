@@ -101,7 +101,7 @@ class Options:
             if field.type == "bool" and not isinstance(value, bool):
                 raise ValueError(f"{field.name} must be True or False, got {value!r}")
             if isinstance(value, bool) and "bool" not in str(field.type):
-                raise ValueError(f"{field.name} must not be True or False, got {value}")
+                raise ValueError(f"{field.name} must be no boolean, got {value}")
         return options
 
     def plain(self) -> dict[str, Any]:

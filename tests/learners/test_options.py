@@ -67,7 +67,7 @@ def test_a_model_that_fails_at_begin_leaves_the_learner() -> None:
     [
         ({"learn_lr": "yes"}, "learn_lr must be True or False, got 'yes'"),
         ({"every_step": 1}, "every_step must be True or False, got 1"),
-        ({"inner_lr": True}, "inner_lr must not be True or False, got True"),
+        ({"inner_lr": True}, "inner_lr must be no boolean, got True"),
     ],
 )
 def test_booleans_and_numbers_are_not_exchanged(setting: dict[str, Any], message: str) -> None:
