@@ -24,7 +24,7 @@ from metaleader.engine.cuda_graph import Captured
 from metaleader.engine.determinism import repeatable
 from metaleader.engine.hook import HookError, HookGradient, OwnGradient, StateReadError
 from metaleader.engine.objective import Adaptation, GradientSteps, Objective, learned_rates, over_learners
-from metaleader.engine.programs import Chains, Gradient, OuterStep, Perceptrons, Updates, compiled_gradient
+from metaleader.engine.programs import Chains, Gradient, OuterStep, Perceptrons, Updates, compiled_gradient, short_text
 from metaleader.engine.whole import WholeProgram, has_few_operations, is_whole
 from metaleader.gradient.meta import descend
 from metaleader.gradient.selection import Params
@@ -207,7 +207,7 @@ class Engine:
                     raise
                 except Exception as error:
                     mode = _FALLBACK[self.mode] if decides else "eager"
-                    _log.warning("engine mode %r fails, continuing with %r: %s", self.mode, mode, _short(error))
+                    _log.warning("engine mode %r fails, continuing with %r: %s", self.mode, mode, short_text(error))
                     self._pool = None  # a failed capture may have left it unusable
                     self.mode, eager = (mode, False) if decides else (self.mode, True)
             program = program or make()
@@ -255,7 +255,7 @@ class Engine:
             try:
                 return WholeProgram(whole, (flat, support, query, noise))
             except Exception as error:  # torch 2.13 cannot record the second derivative of l1_loss, for one
-                _log.info("the gradient does not compile as one program; compiling it in pieces: %s", _short(error))
+                _log.info("the gradient does not compile as one program; compiling it in pieces: %s", short_text(error))
         if program is None and compiled:
             program = compiled_gradient(objective, flat, support, noise)
         return functools.partial(_flat_gradient, objective, program or eager_gradient(objective))
@@ -264,10 +264,6 @@ class Engine:
 def engine_of(engine: Mode | Engine, meta_steps: int, device: torch.device) -> Engine:
     """An engine in a mode, for a learner that makes `meta_steps` updates at each `observe`; engines are returned."""
     return engine if isinstance(engine, Engine) else Engine(engine, _ASSUMED_OBSERVES * meta_steps, device)
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _shapes_of(leaves: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -35,6 +35,11 @@ FlatGradient = Callable[..., tuple[Tensor, Tensor]]
 DENSE_DEVICES = ("cuda",)
 
 
+def short_text(error: Exception) -> str:
+    """The message of an error in one line of at most 300 characters, for the log."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 class Chains:
     """The networks seen so far as chains of convolutions, where they are such chains."""
 
@@ -121,9 +126,7 @@ class Perceptrons:
         except ImportError:  # Triton comes with torch on Linux only
             return None
         except Exception as error:  # of Triton: a device may have too little memory on the chip
-            _log.warning(
-                "the kernels for multilayer perceptrons cannot be used: %s", " ".join(str(error).split())[:300]
-            )
+            _log.warning("the kernels for multilayer perceptrons cannot be used: %s", short_text(error))
             return None
         return program
 
