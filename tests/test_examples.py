@@ -80,6 +80,20 @@ def test_algorithms(name):
     assert np.mean(losses[6:]) < np.mean([record.loss for record in ml.play(plain, stream, reveal=20)][6:])
 
 
+def test_memorised(capsys, tmp_path, monkeypatch):
+    """The final TOE of a run is the one of the last record."""
+    monkeypatch.setattr("metaleader.runner.experiment._finish", lambda folder: None)  # no figures
+    options = RunOptions("rainbow-digits", ("ftml", "toe", "scratch"), seeds=2, schedule="quick", tasks=1)
+    run_experiment(options, tmp_path / "run")
+    rows = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "memorised.py"))["main"](tmp_path / "run")
+    assert [row[:2] for row in rows] == [("ftml", 0), ("ftml", 1), ("toe", 0), ("toe", 1)]
+    *_, first, second = [record for record in read_records(tmp_path / "run") if record["method"] == "toe"]
+    expected = [100 - 100 * first["accuracy"], 100 - 100 * second["accuracy"]]
+    assert [row[3] for row in rows[2:]] == pytest.approx(expected, abs=1e-4)
+    assert all(0 <= row[2] < 90 for row in rows)
+    assert "toe, seed 1: trained on" in capsys.readouterr().out
+
+
 def test_trackers(tmp_path, monkeypatch):
     """With stand-ins for MLflow and Weights & Biases, which are not installed."""
     logged = []

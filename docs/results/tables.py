@@ -23,7 +23,8 @@ A cell of a `table` is described by the words of its table, row and column toget
     first last all     the third of the tasks (default: last); tasks=40:56 is a range
     change             the last third minus the first
     median             over tasks, instead of the mean
-    less=METHOD        subtract another method, seed by seed; less=RECORDS:METHOD takes it from other records
+    less=METHOD        subtract another method, seed by seed; less=RECORDS:METHOD takes it from other records, of which
+                       only the seeds of this method count
     mean seeds seed=0  the mean over seeds, the values by seed or one seed, instead of mean ± standard error over seeds
     digits=2           after the decimal point
     name               the label of the method
@@ -159,8 +160,9 @@ def cell(words: str) -> str:
     values, sign, unit = per_seed(settings), "+" if settings["tasks"] == "change" else "", ""
     if "less" in settings:
         records, _, reference = settings["less"].rpartition(":")
-        subtracted = per_seed({**settings, "method": reference, "records": records or settings["records"]})
-        values = [] if method == reference else [a - b for a, b in zip(values, subtracted, strict=True)]
+        other = {**settings, "method": reference, "records": records or settings["records"]}
+        subtracted = per_seed(other)[: len(values)]
+        values = [] if other == settings else [a - b for a, b in zip(values, subtracted, strict=True)]
         sign = "+"
     if not values:
         return ""
