@@ -18,6 +18,7 @@ from metaleader.engine.conv.gradient import ChainGradient
 from metaleader.engine.conv.layout import Plan
 from metaleader.engine.conv.torch_ops import TorchPasses
 from metaleader.engine.conv.trace import Chain, find_chain
+from metaleader.engine.dense.gradient import DenseGradient
 from metaleader.engine.dense.trace import Perceptron, find_perceptron
 from metaleader.engine.objective import Objective
 from metaleader.engine.selfcheck import agrees
@@ -97,7 +98,7 @@ class Perceptrons:
         self._perceptrons: dict[Network, Perceptron | None] = {}
 
     def gradient(self, objective: Objective, flat: Tensor, support: Any, query: Any) -> FlatGradient | None:
-        """The gradient of a multilayer perceptron by Triton kernels; None for other networks, losses and devices.
+        """The gradient of a multilayer perceptron by kernels of its own; None for other networks, losses and devices.
 
         Args:
             objective: the loss to differentiate.
@@ -116,16 +117,12 @@ class Perceptrons:
         perceptron = self._perceptrons[network]
         if perceptron is None:
             return None
-        try:
-            from metaleader.engine.dense.gradient import DenseGradient
-
-            if not DenseGradient.takes(perceptron, objective, support, query):
-                return None
-            program = DenseGradient(perceptron, objective, flat.device)
-            program(flat, support, query, None)  # compiles the kernels
-        except ImportError:  # Triton comes with torch on Linux only
+        if not DenseGradient.takes(perceptron, objective, support, query):
             return None
-        except Exception as error:  # of Triton: a device may have too little memory on the chip
+        program = DenseGradient(perceptron, objective, flat.device)
+        try:
+            program(flat, support, query, None)  # compiles the kernels
+        except (OSError, RuntimeError) as error:  # of NVRTC or the driver
             _log.warning("the kernels for multilayer perceptrons cannot be used: %s", short_text(error))
             return None
         return program

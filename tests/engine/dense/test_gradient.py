@@ -1,19 +1,23 @@
-"""The kernels against `meta_gradient` in float64; without a GPU, Triton's interpreter runs them."""
+"""The kernels against `meta_gradient` in float64; without a GPU, as C++ on the CPU."""
 
 import functools
 import itertools
-import os
-import subprocess
-import sys
+import shutil
+from pathlib import Path
 from typing import Any
 
 import oracles
 import pytest
 import torch
+from host_kernels import HostKernels
 from torch import nn
 
 import metaleader as ml
 from metaleader.engine import programs
+from metaleader.engine.dense import gradient
+from metaleader.engine.dense.gradient import MAX_ROWS, MAX_WIDTH, DenseGradient
+from metaleader.engine.dense.plan import Plan
+from metaleader.engine.dense.trace import find_perceptron
 from metaleader.engine.engine import Engine
 from metaleader.engine.objective import Objective
 from metaleader.gradient.meta import Inner, meta_gradient
@@ -21,14 +25,6 @@ from metaleader.learners import update_together
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, double
 
-SCRIPT = """
-import torch
-from tests.engine.dense import test_gradient
-test_gradient.compare_all(torch.device("cpu"))
-test_gradient.compare_learners(torch.device("cpu"), "eager")
-test_gradient.find_labels_out_of_range(torch.device("cpu"))
-print("all agree")
-"""
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "silu": nn.SiLU, "gelu": nn.GELU}
 
 
@@ -144,35 +140,56 @@ def find_labels_out_of_range(device: torch.device) -> None:
     assert torch.isfinite(gradients[1]).all()
 
 
-def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = "from metaleader.engine import programs\nprograms.DENSE_DEVICES = ('cpu',)\n" + SCRIPT
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "all agree\n", done.stderr
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
+    """The CPU, with the kernels as C++."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is missing: the kernels cannot run on the CPU")
+    monkeypatch.setattr(programs, "DENSE_DEVICES", ("cpu",))
+    monkeypatch.setattr(gradient, "make_kernels", lambda plan, device: HostKernels(plan, tmp_path))
+    return torch.device("cpu")
 
 
-def test_what_the_kernels_do_not_take() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from metaleader.engine.dense.gradient import DenseGradient
-    from metaleader.engine.dense.trace import find_perceptron
+def test_kernels_on_the_cpu(host: torch.device) -> None:
+    compare_all(host)
+    find_labels_out_of_range(host)
 
+
+def test_learners_on_the_cpu(host: torch.device) -> None:
+    compare_learners(host, "eager")
+
+
+def test_the_kernels_refuse_other_problems() -> None:
     device = torch.device("cpu")
     objective = make((2, 9, 3), "relu", False, Inner(), device)
     perceptron = find_perceptron(objective.network)
     assert perceptron is not None
     batch = draw("rows", (2, 9, 3), False, 1, 2, 4)
     assert DenseGradient.takes(perceptron, objective, batch, batch)
-    long = draw("rows", (2, 9, 3), False, 1, 2, 65)
+    long = draw("rows", (2, 9, 3), False, 1, 2, MAX_ROWS + 1)
     other = [Batch(batch.x.double(), batch.y), Batch(batch.x[..., None], batch.y), Batch(batch.x, batch.y[..., :1])]
     for query in (long, *other):
         assert not DenseGradient.takes(perceptron, objective, batch, query)
     every = Objective(objective.network, Inner(every_step=True))
     assert not DenseGradient.takes(perceptron, every, batch, batch)
     assert not DenseGradient.takes(perceptron, Objective(objective.network, Inner(), learn_lr=True), batch, batch)
-    wide = find_perceptron(make((2, 65, 3), "relu", False, Inner(), device).network)
+    wide = find_perceptron(make((2, MAX_WIDTH + 1, 3), "relu", False, Inner(), device).network)
     assert wide is not None
     assert not DenseGradient.takes(wide, objective, batch, batch)
+
+
+def test_a_failing_compiler_leaves_the_general_path(
+    host: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(plan: Plan, device: torch.device) -> gradient.Kernels:
+        raise OSError("libnvrtc.so.13 was not found beside torch")
+
+    monkeypatch.setattr(gradient, "make_kernels", fail)
+    objective = make((2, 9, 3), "relu", False, Inner(), host)
+    flat = objective.layout.flat(objective.network.params())[None]
+    batch = draw("rows", (2, 9, 3), False, 1, 2, 4)
+    assert programs.Perceptrons().gradient(objective, flat, batch, batch) is None
+    assert "libnvrtc.so.13 was not found" in caplog.text
 
 
 def test_on_the_cpu_the_engine_does_not_ask_for_the_kernels() -> None:
