@@ -25,6 +25,7 @@ from metaleader.engine.selfcheck import agrees
 from metaleader.gradient.meta import Inner, meta_gradient
 from metaleader.gradient.selection import Params
 from metaleader.nets.functional import Network
+from metaleader.system.text import short_text
 from metaleader.tasks import Batch, ClassBatch
 
 _log = logging.getLogger("metaleader")
@@ -34,11 +35,6 @@ Gradient = Callable[..., tuple[Tensor, Params]]
 FlatGradient = Callable[..., tuple[Tensor, Tensor]]
 # The devices on which multilayer perceptrons have kernels of their own
 DENSE_DEVICES = ("cuda",)
-
-
-def short_text(error: Exception) -> str:
-    """The message of an error in one line of at most 300 characters, for the log."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 class Chains:
