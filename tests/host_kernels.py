@@ -1,4 +1,4 @@
-"""The kernels for multilayer perceptrons as a C++ library of one thread, compiled by g++."""
+"""The GPU's kernels for multilayer perceptrons as a C++ library of one thread, compiled by g++."""
 
 import ctypes
 import hashlib
@@ -23,11 +23,11 @@ class HostKernels:
     """
 
     def __init__(self, plan: Plan, folder: Path) -> None:
-        source = plan.source(shared=False, threads=1)
+        source = plan.cuda_source(shared=False, threads=1)
         library = folder / f"{hashlib.sha256(source.encode()).hexdigest()}.so"
         if not library.exists():
             library.with_suffix(".cpp").write_text(source)
-            command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
+            command = ["g++", "-O0", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
             subprocess.run([*command, str(library.with_suffix(".cpp")), "-o", str(library)], check=True)
         self._library, self._floats = ctypes.CDLL(str(library)), plan.arena() // 4
 

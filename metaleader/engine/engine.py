@@ -37,6 +37,8 @@ _log = logging.getLogger("metaleader")
 # and saves 3 ms per update. On a GPU, compiling saves 6 ms per update of a transformer already replayed as a CUDA graph
 # and takes 68 s; 16 ms of a GRU, and 136 s.
 _WORTH_COMPILING = {"cpu": 3000, "cuda": 10_000}
+# On the CPU, the kernel of a multilayer perceptron takes a second to compile and saves 6 ms per update.
+_WORTH_KERNELS = 200
 # The number of calls of `observe` by which a learner in a user's own loop estimates its number of updates
 _ASSUMED_OBSERVES = 50
 # The number of gradients kept for programs of several updates
@@ -61,6 +63,8 @@ class Engine:
         if mode not in get_args(Mode):
             raise ValueError(f"engine must be one of {', '.join(get_args(Mode))}; got {mode!r}")
         kind = torch.device(device).type
+        # The number of planned updates while "auto" may still change from eager to compiled, else 0
+        self._planned = 0
         if mode in ("graphed", "captured") and kind != "cuda":
             raise ValueError(f"engine {mode!r} needs a CUDA device, got {device}; use 'compiled'")
         if mode == "auto":
@@ -70,6 +74,7 @@ class Engine:
             threshold = _WORTH_COMPILING.get(kind)
             reason = f"compiling pays from {threshold}" if threshold else f"compiling on {kind} was never measured"
             _log.info("engine mode %s: about %d updates on %s, %s", mode, planned_updates, kind, reason)
+            self._planned = planned_updates if kind == "cpu" and mode == "eager" else 0
         self._device, self._programs = torch.device(device), ProgramCache(mode)
         self._gradients: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {}
         self._chains, self._perceptrons = Chains(), Perceptrons()
@@ -85,7 +90,26 @@ class Engine:
 
     def __reduce__(self) -> tuple[type[Engine], tuple[Any, ...]]:
         # Copies and pickles build their programs anew: CUDA graphs and compiled code cannot be copied.
-        return Engine, (self.mode, 0, self._device)
+        return Engine, ("auto" if self._planned else self.mode, self._planned, self._device)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the mode is chosen; see `settle`."""
+        return self._planned == 0
+
+    def settle(self, objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None) -> None:
+        """With mode "auto", choose before the first update whether a network has a kernel that compiles in a second.
+
+        The arguments are those of `gradient`.
+        """
+        planned, self._planned = self._planned, 0
+        if planned < _WORTH_KERNELS or objective.task_gradient is not None or noise is not None:
+            return
+        if self._perceptrons.gradient(objective, flat, support, query) is not None:
+            self.mode = "compiled"
+            _log.info(
+                "engine mode compiled: the kernel of a multilayer perceptron pays from %d updates", _WORTH_KERNELS
+            )
 
     @torch.no_grad()
     def gradient(
@@ -199,8 +223,10 @@ class Engine:
             return functools.partial(
                 _flat_gradient, objective, HookGradient(objective, compiled, params, support, query)
             )
-        if noise is None and (dense := self._perceptrons.gradient(objective, flat, support, query)) is not None:
-            return dense
+        if noise is None and (flat.is_cuda or self.mode == "compiled"):
+            dense = self._perceptrons.gradient(objective, flat, support, query)
+            if dense is not None:
+                return dense
         program: Gradient | None = None
         if noise is None:
             program = self._chains.gradient(objective, flat, tree_map(lambda leaf: leaf[0], query), compiled)

@@ -34,7 +34,7 @@ Gradient = Callable[..., tuple[Tensor, Params]]
 # (flat, support, query, noise) -> losses and norms (2, learners) and flat gradients (learners, number of parameters)
 FlatGradient = Callable[..., tuple[Tensor, Tensor]]
 # The devices on which multilayer perceptrons have kernels of their own
-DENSE_DEVICES = ("cuda",)
+_DENSE_DEVICES = ("cpu", "cuda")
 
 
 class Chains:
@@ -103,7 +103,7 @@ class Perceptrons:
             query: (learners, tasks, ...).
         """
         network = objective.network
-        if type(network) is not Network or flat.device.type not in DENSE_DEVICES or flat.dtype != torch.float32:
+        if type(network) is not Network or flat.device.type not in _DENSE_DEVICES or flat.dtype != torch.float32:
             return None
         if network not in self._perceptrons:
             found = find_perceptron(network)
@@ -118,7 +118,7 @@ class Perceptrons:
         program = DenseGradient(perceptron, objective, flat.device)
         try:
             program(flat, support, query, None)  # compiles the kernels
-        except (OSError, RuntimeError) as error:  # of NVRTC or the driver
+        except (OSError, RuntimeError) as error:  # of a compiler or the driver
             _log.warning("the kernels for multilayer perceptrons cannot be used: %s", short_text(error))
             return None
         return program

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from metaleader.engine.cpp_source import cpp_library
 from metaleader.engine.cuda_source import CudaProgram, max_shared_memory
 from metaleader.engine.dense.plan import THREADS, Plan
 from metaleader.engine.dense.trace import Perceptron
@@ -16,7 +18,10 @@ from metaleader.gradient.selection import split, step_sizes
 from metaleader.tasks import Batch
 
 # The largest width of a layer, and the largest number of rows of a batch
-MAX_WIDTH, MAX_ROWS = 64, 64
+MAX_WIDTH, MAX_ROWS = 256, 256
+# The largest number of products of weights and rows in a pass over a batch, by device. On an H200 and 25 tasks, 200,000
+# take 0.3 ms, the general path 1.2 ms; 760,000 take 1.5 ms, and 1.8 ms.
+_MAX_PRODUCTS = {"cuda": 600_000}
 
 
 class Kernels(Protocol):
@@ -32,7 +37,7 @@ class CudaKernels:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._bytes = plan.arena() if plan.arena() <= max_shared_memory(device) else 0
-        self._program = CudaProgram(plan.source(shared=self._bytes > 0), device)
+        self._program = CudaProgram(plan.cuda_source(shared=self._bytes > 0), device)
         self._scratch = 0 if self._bytes else plan.arena() // 4
         self._blocks = -(-plan.total // THREADS)
 
@@ -43,6 +48,20 @@ class CudaKernels:
         given = [*inputs, scratch, gradients, losses, tasks]
         self._program.launch("task_gradient", (learners * tasks, 1), THREADS, given, self._bytes)
         self._program.launch("mean_over_tasks", (self._blocks, learners), THREADS, [gradients, losses, *means, tasks])
+
+
+class CpuKernels:
+    """The kernel on a CPU, on as many threads as torch has."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._library = cpp_library(plan.cpp_source())
+
+    def __call__(self, learners: int, tasks: int, arguments: Sequence[Tensor], means: Sequence[Tensor]) -> None:
+        """Compute the gradients and losses of all tasks, the last two arguments, and their means."""
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*arguments, *means)]
+        threads = min(torch.get_num_threads(), learners * tasks)
+        if self._library.task_gradients(learners, tasks, threads, *pointers):
+            raise MemoryError("there is no memory for the meta-gradient of a task")
 
 
 class DenseGradient:
@@ -73,7 +92,11 @@ class DenseGradient:
         inner = objective.inner
         plain = not objective.learn_lr and objective.adaptation is None and not inner.every_step
         batches = [support, query] if inner.steps else [query]
-        return plain and perceptron.width <= MAX_WIDTH and all(_fits(perceptron, batch) for batch in batches)
+        if not plain or perceptron.width > MAX_WIDTH or not all(_fits(perceptron, batch) for batch in batches):
+            return False
+        products = sum(layer.inputs * layer.outputs for layer in perceptron.layers)
+        most = _MAX_PRODUCTS.get(query.y.device.type)
+        return most is None or products * max(batch.y.shape[2] for batch in batches) <= most
 
     def __call__(self, flat: Tensor, support: Any, query: Any, noise: None) -> tuple[Tensor, Tensor]:
         """Losses and gradient norms, (2, learners), and flat gradients; batches are (learners, tasks, rows, ...)."""
@@ -96,7 +119,7 @@ class DenseGradient:
 
 def make_kernels(plan: Plan, device: torch.device) -> Kernels:
     """The kernels of a plan on a device."""
-    return CudaKernels(plan, device)
+    return CpuKernels(plan) if device.type == "cpu" else CudaKernels(plan, device)
 
 
 def _fits(perceptron: Perceptron, batch: Any) -> bool:

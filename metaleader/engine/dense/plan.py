@@ -1,4 +1,4 @@
-"""The source of the kernels for one network and one shape of batches: constants, then `kernel.cu`."""
+"""The source of the kernels for one network and one shape of batches: constants, then `kernel.cu` or `kernel.cpp`."""
 
 from __future__ import annotations
 
@@ -49,24 +49,41 @@ class Plan:
         """The number of parameters."""
         return sum(layer.outputs * (layer.inputs + (layer.bias is not None)) for layer in self.perceptron.layers)
 
-    def constants(self) -> dict[str, int | float | list[int]]:
-        """Sizes, and where arrays begin in the memory of a task, in floats."""
+    @property
+    def widths(self) -> list[int]:
+        """The numbers of inputs of all layers, and of outputs of the last."""
         layers = self.perceptron.layers
-        widths = [layers[0].inputs, *(layer.outputs for layer in layers)]
-        strides = [_stride(width) for width in widths]
-        rows, targets = max(self.num_support, self.num_query), 1 if self.perceptron.labels else widths[-1]
-        hidden = range(1, len(layers))
+        return [layers[0].inputs, *(layer.outputs for layer in layers)]
 
+    @property
+    def num_targets(self) -> int:
+        """The number of targets of a datapoint."""
+        return 1 if self.perceptron.labels else self.widths[-1]
+
+    def constants(self) -> dict[str, int | float | list[int]]:
+        """The constants of both kernels."""
+        return {
+            "LAYERS": len(self.perceptron.layers), "WIDTH": self.widths, "TOTAL": self.total, "STEPS": self.steps,
+            "SECOND": int(self.second), "SUPPORT": self.num_support, "QUERY": self.num_query,
+            "TARGETS": self.num_targets, "LABELS": int(self.perceptron.labels),
+            "SMOOTHING": float(self.perceptron.smoothing), "FLAT_WEIGHT": [weight for weight, _ in self.offsets],
+            "FLAT_BIAS": [bias for _, bias in self.offsets],
+        }  # fmt: skip
+
+    def layout(self) -> dict[str, int | float | list[int]]:
+        """Where arrays begin in the memory of a task on a GPU, in floats."""
+        widths, layers = self.widths, range(len(self.perceptron.layers))
+        strides, hidden = [_stride(width) for width in widths], layers[1:]
+        rows, curved = max(self.num_support, self.num_query), self.perceptron.activation != "relu"
         params, weights, biases = _Region(), [], []
-        for i in range(len(layers)):
+        for i in layers:
             weights.append(params.take(widths[i + 1] * strides[i]))
             biases.append(params.take(widths[i + 1]))
-        curved = self.perceptron.activation != "relu"
         one = _Region()  # a pass over rows: an inner step, or the query
         values = [-1, *(one.take(rows * strides[i]) for i in hidden)]
         arguments = [-1, *(one.take(rows * strides[i] * curved) for i in hidden)]
         below = [-1, *(one.take(rows * strides[i] * curved) for i in hidden)]
-        slopes = [one.take(rows * strides[i + 1]) for i in range(len(layers))]
+        slopes = [one.take(rows * strides[i + 1]) for i in layers]
         share = one.take(rows * strides[-1] * self.perceptron.labels)
         arena = _Region()
         # The adjoint steps use the places of the query's parameters and pass again.
@@ -76,40 +93,44 @@ class Plan:
             "RATES": arena.take(2 * len(layers)),
             "SUPPORT_X": arena.take(rows * strides[0]),
             "QUERY_X": arena.take(rows * strides[0]),
-            "SUPPORT_Y": arena.take(rows * targets),
-            "QUERY_Y": arena.take(rows * targets),
+            "SUPPORT_Y": arena.take(rows * self.num_targets),
+            "QUERY_Y": arena.take(rows * self.num_targets),
             "ROW_LOSSES": arena.take(rows),
             "PASSES": arena.take(one.size * (self.steps + 1)),
         }
         return {
-            "LAYERS": len(layers), "STEPS": self.steps, "SECOND": int(self.second),
-            "SUPPORT": self.num_support, "QUERY": self.num_query, "TARGETS": targets,
-            "LABELS": int(self.perceptron.labels), "SMOOTHING": float(self.perceptron.smoothing),
-            "TOTAL": self.total, "WIDTH": widths, "STRIDE": strides,
-            "WEIGHT": weights, "BIAS": biases, "PARAMS": params.size,
-            "FLAT_WEIGHT": [weight for weight, _ in self.offsets], "FLAT_BIAS": [bias for _, bias in self.offsets],
-            "VALUE": values, "ARGUMENT": arguments, "BELOW": below, "SLOPE": slopes, "SHARE": share, "PASS": one.size,
+            "STRIDE": strides, "WEIGHT": weights, "BIAS": biases, "PARAMS": params.size, "VALUE": values,
+            "ARGUMENT": arguments, "BELOW": below, "SLOPE": slopes, "SHARE": share, "PASS": one.size,
             **places, "ARENA": arena.size,
         }  # fmt: skip
 
     def arena(self) -> int:
-        """The bytes of memory of a task."""
-        size = self.constants()["ARENA"]
+        """The bytes of memory of a task on a GPU."""
+        size = self.layout()["ARENA"]
         assert isinstance(size, int)
         return 4 * size
 
-    def source(self, shared: bool, threads: int = THREADS) -> str:
-        """The source of the kernels; with `shared`, the memory of a task is shared memory, else scratch."""
+    def cuda_source(self, shared: bool, threads: int = THREADS) -> str:
+        """The source for a GPU; with `shared`, the memory of a task is shared memory, else scratch."""
+        constants = self.constants() | self.layout() | {"THREADS": threads, "MAX_TILE": _MAX_TILE}
         lines = ["#ifndef __CUDACC__", "#define __device__", "#endif"]
-        lines += ["#define IN_SHARED_MEMORY"] if shared else []
-        lines += [_constant(name, value) for name, value in self.constants().items()]
-        lines += [f"constexpr int THREADS = {threads}, MAX_TILE = {_MAX_TILE};"]
-        lines += [f"#define ACTIVATION {self.perceptron.activation.upper()}"]
-        lines += [
-            f"typedef {_TARGETS[self.targets[0]]} SupportTarget;",
-            f"typedef {_TARGETS[self.targets[1]]} QueryTarget;",
+        return self._source("kernel.cu", [*lines, *(["#define IN_SHARED_MEMORY"] if shared else [])], constants)
+
+    def cpp_source(self) -> str:
+        """The source for a CPU."""
+        return self._source("kernel.cpp", ["#define __device__"], self.constants())
+
+    def _source(self, name: str, lines: list[str], constants: dict[str, int | float | list[int]]) -> str:
+        support, query = (_TARGETS[dtype] for dtype in self.targets)
+        parts = [
+            *lines,
+            *(_constant(*pair) for pair in constants.items()),
+            f"#define ACTIVATION {self.perceptron.activation.upper()}",
+            f"typedef {support} SupportTarget;",
+            f"typedef {query} QueryTarget;",
+            Path(__file__).with_name(name).read_text(encoding="utf-8"),
         ]
-        return "\n".join(lines) + "\n" + Path(__file__).with_name("kernel.cu").read_text(encoding="utf-8")
+        return "\n".join(parts)
 
     @staticmethod
     def takes_targets(dtype: torch.dtype) -> bool:

@@ -13,18 +13,18 @@ from host_kernels import HostKernels
 from torch import nn
 
 import metaleader as ml
-from metaleader.engine import programs
+from metaleader.engine import cpp_source, programs
 from metaleader.engine.dense import gradient
 from metaleader.engine.dense.gradient import MAX_ROWS, MAX_WIDTH, DenseGradient
-from metaleader.engine.dense.plan import Plan
 from metaleader.engine.dense.trace import find_perceptron
-from metaleader.engine.engine import Engine
+from metaleader.engine.engine import Engine, Mode
 from metaleader.engine.objective import Objective
 from metaleader.gradient.meta import Inner, meta_gradient
 from metaleader.learners import update_together
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, double
 
+CPU = torch.device("cpu")
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "silu": nn.SiLU, "gelu": nn.GELU}
 
 
@@ -96,10 +96,10 @@ def compare_all(device: torch.device) -> None:
     compare((4, 40, 3), "silu", device, labels=True, shape=(1, 2, 18, 1), steps=1)
 
 
-def compare_learners(device: torch.device, mode: Any) -> None:
+def compare_learners(device: torch.device, plain: Mode, kernels: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A learner with and without the kernels, and three learners side by side beside one."""
 
-    def learner(seed: int) -> ml.FTML:
+    def learner(seed: int, mode: Mode) -> ml.FTML:
         settings: dict[str, Any] = {"meta_steps": 2, "tasks_per_step": 4, "support": 3, "query": 3, "inner_lr": 0.05}
         built = ml.FTML(
             lambda: ml.models.mlp(1, 1, (8,)), ml.losses.squared_error, **settings, seed=seed, device=device,
@@ -110,19 +110,18 @@ def compare_learners(device: torch.device, mode: Any) -> None:
             built.observe(x, torch.sin(x + len(name)), task=name, update=False)
         return built
 
-    both = {}
-    for devices in ((), (device.type,)):
-        programs.DENSE_DEVICES = devices
-        built = learner(0)
-        built.update()
-        both[devices] = built.state.flat
-        assert any(built.engine._perceptrons._perceptrons.values()) == bool(devices)
-    first, second = both.values()
-    assert not torch.equal(first, learner(0).state.flat)
-    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
-    three = [learner(seed) for seed in (1, 0, 2)]
+    first, second = learner(0, plain), learner(0, kernels)
+    with monkeypatch.context() as patch:
+        patch.setattr(programs.Perceptrons, "gradient", lambda *given: None)
+        first.update()
+    second.update()
+    assert second.engine.mode == kernels
+    assert any(second.engine._perceptrons._perceptrons.values())
+    assert not torch.equal(first.state.flat, learner(0, plain).state.flat)
+    torch.testing.assert_close(first.state.flat, second.state.flat, rtol=1e-4, atol=1e-6)
+    three = [learner(seed, kernels) for seed in (1, 0, 2)]
     update_together(three)
-    assert torch.equal(three[1].state.flat, second)
+    assert torch.equal(three[1].state.flat, second.state.flat)
 
 
 def find_labels_out_of_range(device: torch.device) -> None:
@@ -141,26 +140,72 @@ def find_labels_out_of_range(device: torch.device) -> None:
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
-    """The CPU, with the kernels as C++."""
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("g++") is None:
         pytest.skip("g++ is missing: the kernels cannot run on the CPU")
-    monkeypatch.setattr(programs, "DENSE_DEVICES", ("cpu",))
+    # A quarter of the compile time; `test_learners_on_the_cpu` has the options of users.
+    monkeypatch.setattr(cpp_source, "_OPTIONS", ("-O0", *cpp_source._OPTIONS[1:]))
+
+
+@pytest.fixture
+def gpu_kernels_on_the_cpu(compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gradient, "make_kernels", lambda plan, device: HostKernels(plan, tmp_path))
-    return torch.device("cpu")
 
 
-def test_kernels_on_the_cpu(host: torch.device) -> None:
-    compare_all(host)
-    find_labels_out_of_range(host)
+def test_kernels_of_a_gpu(gpu_kernels_on_the_cpu: None) -> None:
+    compare_all(CPU)
+    find_labels_out_of_range(CPU)
 
 
-def test_learners_on_the_cpu(host: torch.device) -> None:
-    compare_learners(host, "eager")
+def test_kernels_of_the_cpu(compiler: None) -> None:
+    compare_all(CPU)
+    compare((5, 33, 17, 6), "tanh", CPU, labels=True, shape=(2, 3, 20, 40))
+    find_labels_out_of_range(CPU)
+
+
+def test_learners_on_the_cpu(compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    compare_learners(CPU, "eager", "compiled", monkeypatch)
+
+
+def test_the_number_of_threads_does_not_change_the_bits(compiler: None) -> None:
+    objective = make((3, 9, 4), "silu", False, Inner(0.1, 2), CPU)
+    flat = objective.layout.flat(objective.network.params())[None]
+    batch = draw("threads", (3, 9, 4), False, 1, 5, 7)
+    program = programs.Perceptrons().gradient(objective, flat, batch, batch)
+    assert program is not None
+    one = program(flat, batch, batch, None)
+    torch.set_num_threads(2)
+    try:
+        two = program(flat, batch, batch, None)
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(*pair) for pair in zip(one, two, strict=True))
+
+
+def test_large_and_special_values_stay_apart(compiler: None) -> None:
+    """Activations saturate as those of torch, and a NaN of one task stays in the gradients of its learner."""
+    for activation in ACTIVATIONS:
+        objective = make((1, 4, 1), activation, False, Inner(0.0, 1), CPU)
+        flat = objective.layout.flat(objective.network.params())[None].repeat(2, 1)
+        x = torch.tensor([-1e4, -30.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 30.0, 1e4])[None, None, :, None].repeat(2, 1, 1, 1)
+        batch = Batch(x, torch.zeros_like(x))
+        program = programs.Perceptrons().gradient(objective, flat, batch, batch)
+        assert program is not None
+        values, gradients = program(flat, batch, batch, None)
+        params = double(objective.layout.named(flat[0]))
+        own = double(Batch(x[0], batch.y[0]))
+        loss, expected = meta_gradient(_loss_in_double(objective.network), params, own, own, 0.0, 1)
+        torch.testing.assert_close(gradients[0], objective.layout.flat(expected).float(), rtol=1e-5, atol=1e-3)
+        assert float(values[0, 0]) == pytest.approx(float(loss), rel=1e-5)
+        x[1, 0, 3] = torch.nan
+        again, spoiled = program(flat, batch, batch, None)
+        assert torch.equal(gradients[0], spoiled[0])
+        assert again[:, 1].isnan().all()
 
 
 def test_the_kernels_refuse_other_problems() -> None:
-    device = torch.device("cpu")
+    device = CPU
     objective = make((2, 9, 3), "relu", False, Inner(), device)
     perceptron = find_perceptron(objective.network)
     assert perceptron is not None
@@ -179,30 +224,22 @@ def test_the_kernels_refuse_other_problems() -> None:
 
 
 def test_a_failing_compiler_leaves_the_general_path(
-    host: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    def fail(plan: Plan, device: torch.device) -> gradient.Kernels:
-        raise OSError("libnvrtc.so.13 was not found beside torch")
-
-    monkeypatch.setattr(gradient, "make_kernels", fail)
-    objective = make((2, 9, 3), "relu", False, Inner(), host)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("METALEADER_CACHE", str(tmp_path))
+    objective = make((2, 7, 3), "relu", False, Inner(), CPU)
     flat = objective.layout.flat(objective.network.params())[None]
-    batch = draw("rows", (2, 9, 3), False, 1, 2, 4)
+    batch = draw("rows", (2, 7, 3), False, 1, 2, 4)
     assert programs.Perceptrons().gradient(objective, flat, batch, batch) is None
-    assert "libnvrtc.so.13 was not found" in caplog.text
-
-
-def test_on_the_cpu_the_engine_does_not_ask_for_the_kernels() -> None:
-    objective = make((2, 9, 3), "relu", False, Inner(), torch.device("cpu"))
-    flat = objective.layout.flat(objective.network.params())[None]
-    batch = draw("rows", (2, 9, 3), False, 1, 2, 4)
-    assert programs.Perceptrons().gradient(objective, flat, batch, batch) is None
+    assert "no-such-compiler" in caplog.text
 
 
 @pytest.mark.gpu
-def test_kernels_on_the_gpu(cuda: torch.device) -> None:
+def test_kernels_on_the_gpu(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     compare_all(cuda)
     compare((8, 64, 64, 1), "relu", cuda, shape=(2, 5, 60, 64), steps=5)
+    compare((16, 128, 40, 4), "gelu", cuda, shape=(2, 5, 10, 20), steps=5)
     find_labels_out_of_range(cuda)
-    for mode in ("eager", "graphed"):
-        compare_learners(cuda, mode)
+    compare_learners(cuda, "eager", "eager", monkeypatch)
+    compare_learners(cuda, "eager", "graphed", monkeypatch)
