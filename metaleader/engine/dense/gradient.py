@@ -132,5 +132,6 @@ def _fits(perceptron: Perceptron, batch: Any) -> bool:
     if perceptron.labels:
         right = right and y.ndim == 3 and not y.is_floating_point() and Plan.takes_targets(y.dtype)
     else:
-        right = right and y.shape[3:] == (outputs,) and y.dtype == torch.float32
+        shapes = [(outputs,), ()] if outputs == 1 else [(outputs,)]
+        right = right and y.shape[3:] in shapes and y.dtype == torch.float32
     return right and x.dtype in (torch.float32, torch.uint8) and 1 <= x.shape[2] <= MAX_ROWS

@@ -93,8 +93,8 @@ inline Vector error_function(Vector x) {
 
 inline void activate(Vector z, Vector& value, Vector& first, Vector& second) {
     if constexpr (ACTIVATION == RELU) {  // NaN stays NaN
-        value = z <= 0.0f ? Vector{} : z;
-        first = z <= 0.0f ? Vector{} : all(1.0f);
+        value = z <= 0.0f ? (NEGATIVE_SLOPE > 0 ? NEGATIVE_SLOPE * z : Vector{}) : z;
+        first = z <= 0.0f ? all(NEGATIVE_SLOPE) : all(1.0f);
     } else if constexpr (ACTIVATION == TANH) {
         value = hyperbolic_tangent(z);
         first = 1.0f - value * value;

@@ -52,7 +52,7 @@ __device__ __forceinline__ float total4(float4 v) { return (v.x + v.y) + (v.z + 
 __device__ __forceinline__ float lane(float4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 __device__ __forceinline__ float activate(float z) {
-    if constexpr (ACTIVATION == RELU) return z <= 0.0f ? 0.0f : z;  // NaN stays NaN
+    if constexpr (ACTIVATION == RELU) return z <= 0.0f ? (NEGATIVE_SLOPE > 0 ? NEGATIVE_SLOPE * z : 0.0f) : z;  // NaN stays NaN
     if constexpr (ACTIVATION == TANH) return tanhf(z);
     if constexpr (ACTIVATION == GELU) return z * 0.5f * (1.0f + erff(z * 0.7071067811865476f));
     float share = 1.0f / (1.0f + expf(-z));
@@ -62,7 +62,7 @@ __device__ __forceinline__ float activate(float z) {
 // The first and second derivative of the activation, from its argument where it is stored, else from its value.
 __device__ __forceinline__ void derivatives(float a, float z, float& first, float& second) {
     if constexpr (ACTIVATION == RELU) {
-        first = a <= 0.0f ? 0.0f : 1.0f;
+        first = a <= 0.0f ? NEGATIVE_SLOPE : 1.0f;
         second = 0.0f;
     } else if constexpr (ACTIVATION == TANH) {
         first = 1.0f - a * a;

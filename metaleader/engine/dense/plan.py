@@ -66,7 +66,8 @@ class Plan:
             "LAYERS": len(self.perceptron.layers), "WIDTH": self.widths, "TOTAL": self.total, "STEPS": self.steps,
             "SECOND": int(self.second), "SUPPORT": self.num_support, "QUERY": self.num_query,
             "TARGETS": self.num_targets, "LABELS": int(self.perceptron.labels),
-            "SMOOTHING": float(self.perceptron.smoothing), "FLAT_WEIGHT": [weight for weight, _ in self.offsets],
+            "SMOOTHING": float(self.perceptron.smoothing), "NEGATIVE_SLOPE": float(self.perceptron.negative_slope),
+            "FLAT_WEIGHT": [weight for weight, _ in self.offsets],
             "FLAT_BIAS": [bias for _, bias in self.offsets],
         }  # fmt: skip
 

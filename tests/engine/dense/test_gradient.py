@@ -25,7 +25,14 @@ from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, double
 
 CPU = torch.device("cpu")
-ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "silu": nn.SiLU, "gelu": nn.GELU}
+ACTIVATIONS = {
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "leaky": nn.LeakyReLU,
+}
 
 
 def make(
