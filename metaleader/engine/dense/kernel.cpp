@@ -86,8 +86,8 @@ inline Vector hyperbolic_tangent(Vector z) {
 // Abramowitz and Stegun, 7.1.26: an absolute error of 1.5e-7.
 inline Vector error_function(Vector x) {
     const Vector t = 1.0f / (1.0f + 0.3275911f * magnitude(x));
-    const Vector p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
-    const Vector value = 1.0f - p * exponential(-x * x);
+    const Vector p = (((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f;
+    const Vector value = 1.0f - p * t * exponential(-x * x);
     return x < 0.0f ? -value : value;
 }
 
@@ -282,7 +282,8 @@ void backward(const float* theta, float* pass, const float* rates, float* result
 }
 
 // The derivatives of all outputs in the direction D lambda, at the pass of an inner step.
-template <int L> void forward_dot(const float* theta, const float* lambda, const float* pass, float* dots, const float* rates) {
+template <int L>
+void forward_dot(const float* theta, const float* lambda, const float* pass, float* dots, const float* rates) {
     constexpr int inputs = WIDTH[L], outputs = WIDTH[L + 1], stride = padded(inputs);
     auto out = [&](int unit, int at, Vector moved, Vector carried) {
         const Vector z_dot = rates[2 * L] * moved + carried + rates[2 * L + 1] * lambda[bias_at(L) + unit];
@@ -298,9 +299,11 @@ template <int L> void forward_dot(const float* theta, const float* lambda, const
     };
     const float *v = lambda + weight_at(L), *values = pass + array_at(L, VALUE);
     if constexpr (L == 0) {
-        product<outputs, inputs, stride, 1, SUPPORT>(v, values, [&](int unit, int at, Vector sum) { out(unit, at, sum, Vector{}); });
+        product<outputs, inputs, stride, 1, SUPPORT>(
+            v, values, [&](int unit, int at, Vector sum) { out(unit, at, sum, Vector{}); });
     } else {
-        two_products<outputs, inputs, stride, 1, SUPPORT>(v, values, theta + weight_at(L), dots + array_at(L, VALUE), out);
+        two_products<outputs, inputs, stride, 1, SUPPORT>(
+            v, values, theta + weight_at(L), dots + array_at(L, VALUE), out);
     }
     if constexpr (L < LAYERS - 1) {
         transpose<outputs, SUPPORT>(dots + array_at(L + 1, VALUE), dots + array_at(L + 1, BY_ROW));
@@ -316,14 +319,17 @@ void slopes_dot_of_outputs(const float* pass, float* dots) {
         const float* share = pass + SHARE_AT + r;
         Vector sum = {};
         for (int o = 0; o < outputs; ++o) sum += load(share + o * ROW_STRIDE) * load(at + o * ROW_STRIDE);
-        for (int o = 0; o < outputs; ++o)
-            store(at + o * ROW_STRIDE, load(share + o * ROW_STRIDE) * (load(at + o * ROW_STRIDE) - sum) / float(SUPPORT));
+        for (int o = 0; o < outputs; ++o) {
+            const Vector centred = load(at + o * ROW_STRIDE) - sum;
+            store(at + o * ROW_STRIDE, load(share + o * ROW_STRIDE) * centred / float(SUPPORT));
+        }
     }
 }
 
 // lambda - H D lambda.
 template <int L>
-void backward_dot(const float* theta, const float* lambda, const float* pass, float* dots, const float* rates, float* result) {
+void backward_dot(
+    const float* theta, const float* lambda, const float* pass, float* dots, const float* rates, float* result) {
     constexpr int inputs = WIDTH[L], outputs = WIDTH[L + 1];
     const float *slopes = pass + array_at(L + 1, SLOPE), *slopes_dot = dots + array_at(L + 1, SLOPE);
     outer_products<L, SUPPORT, (L > 0)>(
@@ -334,7 +340,8 @@ void backward_dot(const float* theta, const float* lambda, const float* pass, fl
         result[bias_at(L) + o] = lambda[bias_at(L) + o] - sum_of_rows<L, SUPPORT>(slopes_dot, o);
     if constexpr (L > 0) {
         two_products<inputs, outputs, 1, padded(inputs), SUPPORT>(
-            theta + weight_at(L), slopes_dot, lambda + weight_at(L), slopes, [&](int, int at, Vector carried, Vector moved) {
+            theta + weight_at(L), slopes_dot, lambda + weight_at(L), slopes,
+            [&](int, int at, Vector carried, Vector moved) {
                 Vector sum = (carried + rates[2 * L] * moved) * load(pass + array_at(L, FIRST) + at);
                 if constexpr (CURVED) sum += load(dots + array_at(L, BELOW) + at);
                 store(dots + array_at(L, SLOPE) + at, sum);

@@ -40,6 +40,11 @@ template <int L> struct Layer {
 };
 
 __device__ __forceinline__ constexpr int quads(int n) { return (n + 3) / 4; }
+// The number of rows that a thread computes at once, so that all threads have work.
+__device__ __forceinline__ constexpr int tile_of(int num_outputs) {
+    const int even = (num_outputs + THREADS - 1) / THREADS;
+    return even < MAX_TILE ? even : MAX_TILE;
+}
 __device__ __forceinline__ float4 load4(const float* at) { return *reinterpret_cast<const float4*>(at); }
 __device__ __forceinline__ void store4(float* at, float4 v) { *reinterpret_cast<float4*>(at) = v; }
 __device__ __forceinline__ void add4(float4& sum, float a, float4 b) {
@@ -52,7 +57,8 @@ __device__ __forceinline__ float total4(float4 v) { return (v.x + v.y) + (v.z + 
 __device__ __forceinline__ float lane(float4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 __device__ __forceinline__ float activate(float z) {
-    if constexpr (ACTIVATION == RELU) return z <= 0.0f ? (NEGATIVE_SLOPE > 0 ? NEGATIVE_SLOPE * z : 0.0f) : z;  // NaN stays NaN
+    if constexpr (ACTIVATION == RELU)  // NaN stays NaN
+        return z <= 0.0f ? (NEGATIVE_SLOPE > 0 ? NEGATIVE_SLOPE * z : 0.0f) : z;
     if constexpr (ACTIVATION == TANH) return tanhf(z);
     if constexpr (ACTIVATION == GELU) return z * 0.5f * (1.0f + erff(z * 0.7071067811865476f));
     float share = 1.0f / (1.0f + expf(-z));
@@ -86,13 +92,26 @@ template <int L> __device__ __forceinline__ float* inputs_of(float* pass, float*
     if constexpr (L == 0) return x; else return pass + VALUE[L];
 }
 
+template <int L> __device__ __forceinline__ float4 first_derivatives(const float* pass, int at) {
+    const float4 value = load4(pass + VALUE[L] + at), z = NEEDS_Z ? load4(pass + ARGUMENT[L] + at) : value;
+    float4 first;
+    float unused;
+    derivatives(value.x, z.x, first.x, unused);
+    derivatives(value.y, z.y, first.y, unused);
+    derivatives(value.z, z.z, first.z, unused);
+    derivatives(value.w, z.w, first.w, unused);
+    return first;
+}
+__device__ __forceinline__ float4 times4(float4 a, float4 b) {
+    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+}
+
 // z = a W^T + b, and the inputs of the next layer or the outputs.
 template <int L, int ROWS> __device__ void forward(const float* theta, float* x, float* pass) {
     using Here = Layer<L>;
     const float* a = inputs_of<L>(pass, x);
     const float* weight = theta + Here::weight;
-    constexpr int tile = (ROWS * Here::outputs + THREADS - 1) / THREADS < MAX_TILE
-                             ? (ROWS * Here::outputs + THREADS - 1) / THREADS : MAX_TILE;
+    constexpr int tile = tile_of(ROWS * Here::outputs);
     FOR_EACH(t, Here::outputs * ((ROWS + tile - 1) / tile)) {
         const int o = t % Here::outputs, r0 = t / Here::outputs * tile;
         float4 sums[tile] = {};
@@ -136,7 +155,8 @@ template <int ROWS> __device__ void slopes_of_outputs(float* pass, const float* 
             const float log_sum = logf(sum);
             for (int o = 0; o < outputs; ++o) {
                 const float log_share = row[o] - top - log_sum, share = expf(row[o] - top) / sum;
-                const float target = known ? (o == label ? 1.0f - SMOOTHING : 0.0f) + SMOOTHING / outputs : nanf("");
+                const float share_of_label = o == label ? 1.0f - SMOOTHING : 0.0f;
+                const float target = known ? share_of_label + SMOOTHING / outputs : nanf("");
                 loss -= target * log_share;
                 pass[SHARE + r * stride + o] = share;
                 row[o] = (share - target) / ROWS;
@@ -158,7 +178,8 @@ template <int ROWS> __device__ void slopes_of_outputs(float* pass, const float* 
 }
 
 // A tile of first^T second, summed over rows, for 2 outputs and 4 inputs.
-template <int L, int ROWS> __device__ __forceinline__ void outer_tile(const float* first, const float* second, int o, int i, float4* sums) {
+template <int L, int ROWS>
+__device__ __forceinline__ void outer_tile(const float* first, const float* second, int o, int i, float4* sums) {
     using Here = Layer<L>;
 #pragma unroll 5
     for (int r = 0; r < ROWS; ++r) {
@@ -188,21 +209,16 @@ __device__ void backward(const float* theta, float* x, float* pass, const float*
             for (int o = 0; o < quads(Here::outputs); ++o) {
                 const float4 s = load4(slope + r * Here::out + 4 * o);
 #pragma unroll
-                for (int k = 0; k < 4; ++k)
-                    if (4 * o + k < Here::outputs) add4(sum, lane(s, k), load4(theta + Here::weight + (4 * o + k) * Here::in + i));
+                for (int k = 0; k < 4; ++k) {
+                    const int at = Here::weight + (4 * o + k) * Here::in + i;
+                    if (4 * o + k < Here::outputs) add4(sum, lane(s, k), load4(theta + at));
+                }
             }
             if constexpr (!Here::first) {
                 const int at = r * Here::in + i;
                 if constexpr (DESCEND && SECOND && ACTIVATION != RELU) store4(pass + BELOW[L] + at, sum);
-                const float4 value = load4(pass + VALUE[L] + at);
-                const float4 z = NEEDS_Z ? load4(pass + ARGUMENT[L] + at) : value;
-                float4 first;
-                float unused;
-                derivatives(value.x, z.x, first.x, unused);
-                derivatives(value.y, z.y, first.y, unused);
-                derivatives(value.z, z.z, first.z, unused);
-                derivatives(value.w, z.w, first.w, unused);
-                store4(pass + SLOPE[L - 1] + at, make_float4(sum.x * first.x, sum.y * first.y, sum.z * first.z, sum.w * first.w));
+                const float4 first = first_derivatives<L>(pass, at);
+                store4(pass + SLOPE[L - 1] + at, times4(sum, first));
             }
         } else if (t < below + weights) {
             if (t - below >= columns * pairs) continue;
@@ -232,11 +248,12 @@ __device__ void backward(const float* theta, float* x, float* pass, const float*
 }
 
 // The derivatives of all outputs in the direction D lambda, at the pass of an inner step.
-template <int L> __device__ void forward_dot(const float* theta, const float* lambda, float* x, float* pass, float* dots, const float* rates) {
+template <int L>
+__device__ void forward_dot(
+    const float* theta, const float* lambda, float* x, float* pass, float* dots, const float* rates) {
     using Here = Layer<L>;
     const float* a = inputs_of<L>(pass, x);
-    constexpr int tile = (SUPPORT * Here::outputs + THREADS - 1) / THREADS < MAX_TILE
-                             ? (SUPPORT * Here::outputs + THREADS - 1) / THREADS : MAX_TILE;
+    constexpr int tile = tile_of(SUPPORT * Here::outputs);
     FOR_EACH(t, Here::outputs * ((SUPPORT + tile - 1) / tile)) {
         const int o = t % Here::outputs, r0 = t / Here::outputs * tile;
         float4 moved[tile] = {}, carried[tile] = {};
@@ -248,7 +265,8 @@ template <int L> __device__ void forward_dot(const float* theta, const float* la
             for (int k = 0; k < tile; ++k) {
                 if (r0 + k >= SUPPORT) continue;
                 dot4(moved[k], load4(a + (r0 + k) * Here::in + 4 * i), v);
-                if constexpr (!Here::first) dot4(carried[k], load4(dots + VALUE[L] + (r0 + k) * Here::in + 4 * i), w);
+                if constexpr (!Here::first)
+                    dot4(carried[k], load4(dots + VALUE[L] + (r0 + k) * Here::in + 4 * i), w);
             }
         }
         const float bias = rates[2 * L + 1] * lambda[Here::bias + o];
@@ -264,7 +282,8 @@ template <int L> __device__ void forward_dot(const float* theta, const float* la
                 const float value = pass[VALUE[L + 1] + at];
                 derivatives(value, NEEDS_Z ? pass[ARGUMENT[L + 1] + at] : value, first, second);
                 dots[VALUE[L + 1] + at] = first * z_dot;
-                if constexpr (ACTIVATION != RELU) dots[BELOW[L + 1] + at] = second * z_dot * pass[BELOW[L + 1] + at];
+                if constexpr (ACTIVATION != RELU)
+                    dots[BELOW[L + 1] + at] = second * z_dot * pass[BELOW[L + 1] + at];
             }
         }
     }
@@ -286,7 +305,9 @@ __device__ void slopes_dot_of_outputs(const float* pass, float* dots) {
 }
 
 // lambda - H D lambda.
-template <int L> __device__ void backward_dot(const float* theta, const float* lambda, float* x, float* pass, float* dots, const float* rates, float* result) {
+template <int L>
+__device__ void backward_dot(
+    const float* theta, const float* lambda, float* x, float* pass, float* dots, const float* rates, float* result) {
     using Here = Layer<L>;
     const float* a = inputs_of<L>(pass, x);
     const float* slope = pass + SLOPE[L];
@@ -312,15 +333,8 @@ template <int L> __device__ void backward_dot(const float* theta, const float* l
             if constexpr (!Here::first) {
                 const int at = r * Here::in + i;
                 add4(carried, rates[2 * L], moved);
-                const float4 value = load4(pass + VALUE[L] + at);
-                const float4 z = NEEDS_Z ? load4(pass + ARGUMENT[L] + at) : value;
-                float4 first;
-                float unused;
-                derivatives(value.x, z.x, first.x, unused);
-                derivatives(value.y, z.y, first.y, unused);
-                derivatives(value.z, z.z, first.z, unused);
-                derivatives(value.w, z.w, first.w, unused);
-                float4 sum = make_float4(carried.x * first.x, carried.y * first.y, carried.z * first.z, carried.w * first.w);
+                const float4 first = first_derivatives<L>(pass, at);
+                float4 sum = times4(carried, first);
                 if constexpr (ACTIVATION != RELU) add4(sum, 1.0f, load4(dots + BELOW[L] + at));
                 store4(dots + SLOPE[L - 1] + at, sum);
             }
@@ -368,7 +382,8 @@ template <int L> __device__ void pack(const float* params, float* flat) {
 }
 
 // Copy the datapoints of a task: inputs to padded rows, targets as they are, labels as int.
-template <int ROWS, typename Target> __device__ void copy_data(const float* x, const Target* y, long long task, float* to_x, float* to_y) {
+template <int ROWS, typename Target>
+__device__ void copy_data(const float* x, const Target* y, long long task, float* to_x, float* to_y) {
     FOR_EACH(t, ROWS * WIDTH[0]) to_x[t / WIDTH[0] * STRIDE[0] + t % WIDTH[0]] = x[task * ROWS * WIDTH[0] + t];
     FOR_EACH(t, ROWS * TARGETS) {
         const Target value = y[task * ROWS * TARGETS + t];
@@ -433,8 +448,8 @@ extern "C" __global__ void task_gradient(
     pack<0>(lambda, gradients + task * TOTAL);
 }
 
-// The means over the tasks of a learner, in a fixed order: gradients (learners * tasks, TOTAL) and losses. One block per
-// THREADS parameters (x) and learner (y).
+// The means over the tasks of a learner, in a fixed order: gradients (learners * tasks, TOTAL) and losses. One block
+// per THREADS parameters (x) and learner (y).
 extern "C" __global__ void mean_over_tasks(
     const float* gradients, const float* losses, float* mean_gradients, float* mean_losses, int tasks) {
     const long long learner = blockIdx.y;
@@ -456,9 +471,9 @@ extern "C" __global__ void mean_over_tasks(
 
 #ifndef __CUDACC__
 extern "C" void run(
-    int learners, int tasks, const float* flat, const float* rates, const float* support_x, const SupportTarget* support_y,
-    const float* query_x, const QueryTarget* query_y, float* scratch, float* gradients, float* losses, float* mean_gradients,
-    float* mean_losses) {
+    int learners, int tasks, const float* flat, const float* rates, const float* support_x,
+    const SupportTarget* support_y, const float* query_x, const QueryTarget* query_y, float* scratch, float* gradients,
+    float* losses, float* mean_gradients, float* mean_losses) {
     for (blockIdx.x = 0; blockIdx.x < learners * tasks; ++blockIdx.x)
         task_gradient(flat, rates, support_x, support_y, query_x, query_y, scratch, gradients, losses, tasks);
     for (blockIdx.y = 0; blockIdx.y < learners; ++blockIdx.y)

@@ -119,7 +119,11 @@ def _layers(graph: fx.Graph, module: nn.Module) -> tuple[tuple[Layer, ...], tupl
             same = user.args == (node,) and len(set(activations)) <= 1 and not expects_linear
             return (tuple(layers), activations[0] if activations else ("relu", 0.0), flatten) if same else None
         layer = module.get_submodule(str(user.target)) if user.op == "call_module" else None
-        if user.args != (node,) or user.kwargs.keys() - {"inplace", "negative_slope"} or (layer is not None and has_hooks(layer)):
+        if (
+            user.args != (node,)
+            or user.kwargs.keys() - {"inplace", "negative_slope"}
+            or (layer is not None and has_hooks(layer))
+        ):
             return None
         if expects_linear and not layers and not flatten and type(layer) is nn.Flatten:
             if (layer.start_dim, layer.end_dim) != (1, -1):
