@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -27,7 +28,7 @@ def cpp_library(source: str) -> ctypes.CDLL:
         OSError: if there is no compiler.
         RuntimeError: if the source does not compile, with the compiler's messages.
     """
-    command = [*shlex.split(os.environ.get("CXX") or "g++"), *_OPTIONS]
+    command = [*_compiler(), *_OPTIONS]
     key = hashlib.sha256("\n".join([*command, _processor(), source]).encode()).hexdigest()
     path = _folder() / f"{key}.so"
     try:
@@ -35,6 +36,15 @@ def cpp_library(source: str) -> ctypes.CDLL:
     except OSError:  # missing, or damaged
         _compile(command, source, path)
         return ctypes.CDLL(str(path))
+
+
+def has_compiler() -> bool:
+    """Whether the compiler is installed."""
+    return shutil.which(_compiler()[0]) is not None
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX") or "g++")
 
 
 def _compile(command: list[str], source: str, path: Path) -> None:

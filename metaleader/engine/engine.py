@@ -21,6 +21,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_map
 
 from metaleader.engine.cache import Mode, ProgramCache, shapes_of
+from metaleader.engine.cpp_source import has_compiler
 from metaleader.engine.hook import HookGradient, OwnGradient
 from metaleader.engine.objective import Adaptation, GradientSteps, Objective, learned_rates, over_learners
 from metaleader.engine.programs import Chains, Gradient, OuterStep, Perceptrons, Updates, compiled_gradient
@@ -63,7 +64,7 @@ class Engine:
         if mode not in get_args(Mode):
             raise ValueError(f"engine must be one of {', '.join(get_args(Mode))}; got {mode!r}")
         kind = torch.device(device).type
-        # The number of planned updates while "auto" may still change from eager to compiled, else 0
+        # The number of planned updates while "auto" may change from eager to compiled, else 0; see `settle`
         self._planned = 0
         if mode in ("graphed", "captured") and kind != "cuda":
             raise ValueError(f"engine {mode!r} needs a CUDA device, got {device}; use 'compiled'")
@@ -92,20 +93,15 @@ class Engine:
         # Copies and pickles build their programs anew: CUDA graphs and compiled code cannot be copied.
         return Engine, ("auto" if self._planned else self.mode, self._planned, self._device)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the mode is chosen; see `settle`."""
-        return self._planned == 0
+    def settle(self, objective: Objective, rows: int) -> None:
+        """With mode "auto" on the CPU, choose "compiled" if the network has a kernel, which compiles in a second.
 
-    def settle(self, objective: Objective, flat: Tensor, support: Any, query: Any, noise: Tensor | None) -> None:
-        """With mode "auto", choose before the first update whether a network has a kernel that compiles in a second.
-
-        The arguments are those of `gradient`.
+        Args:
+            objective: the loss that will be minimised.
+            rows: the largest number of datapoints of a support or query set.
         """
         planned, self._planned = self._planned, 0
-        if planned < _WORTH_KERNELS or objective.task_gradient is not None or noise is not None:
-            return
-        if self._perceptrons.gradient(objective, flat, support, query) is not None:
+        if planned >= _WORTH_KERNELS and self._perceptrons.has_kernel(objective, rows) and has_compiler():
             self.mode = "compiled"
             _log.info(
                 "engine mode compiled: the kernel of a multilayer perceptron pays from %d updates", _WORTH_KERNELS
@@ -241,9 +237,11 @@ class Engine:
         return functools.partial(_flat_gradient, objective, program or eager_gradient(objective))
 
 
-def engine_of(engine: Mode | Engine, meta_steps: int, device: torch.device) -> Engine:
+def engine_of(engine: Mode | Engine, meta_steps: int, device: torch.device, objective: Objective, rows: int) -> Engine:
     """An engine in a mode, for a learner that makes `meta_steps` updates at each `observe`; engines are returned."""
-    return engine if isinstance(engine, Engine) else Engine(engine, _ASSUMED_OBSERVES * meta_steps, device)
+    engine = engine if isinstance(engine, Engine) else Engine(engine, _ASSUMED_OBSERVES * meta_steps, device)
+    engine.settle(objective, rows)
+    return engine
 
 
 def _is_eager(objective: Objective) -> bool:

@@ -93,6 +93,16 @@ class Perceptrons:
     def __init__(self) -> None:
         self._perceptrons: dict[Network, Perceptron | None] = {}
 
+    def has_kernel(self, objective: Objective, rows: int) -> bool:
+        """Whether an objective probably has a kernel, for batches of up to this number of rows; tried by `gradient`."""
+        network, params = objective.network, objective.params()
+        single = all(value.dtype == torch.float32 for value in params.values())
+        if type(network) is not Network or objective.task_gradient is not None or network.num_classes or not single:
+            return False
+        found = find_perceptron(network)
+        device = next(iter(params.values())).device
+        return found is not None and DenseGradient.suits(found, objective, rows, device)
+
     def gradient(self, objective: Objective, flat: Tensor, support: Any, query: Any) -> FlatGradient | None:
         """The gradient of a multilayer perceptron by kernels of its own; None for other networks, losses and devices.
 

@@ -176,10 +176,9 @@ def run_updates(learners: Sequence[Learner], outer: Outer, numbers: range, draws
     for start in range(0, len(numbers), GATHERED_UPDATES):
         chunk = slice(start, start + GATHERED_UPDATES)
         support, query, noise = stacked_batches(learners, numbers, draws, chunk)
-        if outer.form is None or not engine.is_settled:
+        if outer.form is None:
             first = tree_map(lambda leaf: leaf if leaf is None else leaf[0], (support, query, noise))
-            outer.form = outer.form or choose_form(objective, outer.flat, *first)
-            engine.settle(objective, outer.flat, *first)
+            outer.form = choose_form(objective, outer.flat, *first)
         objective = lead.definition.objective.in_form(outer.form)
         if outer.elementwise and engine.runs_updates_together(objective):
             tensors, values = engine.updates(

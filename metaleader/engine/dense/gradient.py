@@ -87,16 +87,21 @@ class DenseGradient:
         self._kernels: dict[Plan, Kernels] = {}
 
     @staticmethod
+    def suits(perceptron: Perceptron, objective: Objective, rows: int, device: torch.device) -> bool:
+        """Whether the kernels support these layers and gradient steps, for batches of up to this number of rows."""
+        plain = not objective.learn_lr and objective.adaptation is None and not objective.inner.every_step
+        products = rows * sum(layer.inputs * layer.outputs for layer in perceptron.layers)
+        small = perceptron.width <= MAX_WIDTH and rows <= MAX_ROWS
+        return plain and small and products <= _MAX_PRODUCTS.get(device.type, products)
+
+    @staticmethod
     def takes(perceptron: Perceptron, objective: Objective, support: Any, query: Any) -> bool:
         """Whether the kernels support these layers, gradient steps and batches, (learners, tasks, rows, ...)."""
-        inner = objective.inner
-        plain = not objective.learn_lr and objective.adaptation is None and not inner.every_step
-        batches = [support, query] if inner.steps else [query]
-        if not plain or perceptron.width > MAX_WIDTH or not all(_fits(perceptron, batch) for batch in batches):
+        batches = [support, query] if objective.inner.steps else [query]
+        if not all(_fits(perceptron, batch) for batch in batches):
             return False
-        products = sum(layer.inputs * layer.outputs for layer in perceptron.layers)
-        most = _MAX_PRODUCTS.get(query.y.device.type)
-        return most is None or products * max(batch.y.shape[2] for batch in batches) <= most
+        rows = max(batch.y.shape[2] for batch in batches)
+        return DenseGradient.suits(perceptron, objective, rows, query.y.device)
 
     def __call__(self, flat: Tensor, support: Any, query: Any, noise: None) -> tuple[Tensor, Tensor]:
         """Losses and gradient norms, (2, learners), and flat gradients; batches are (learners, tasks, rows, ...)."""
@@ -134,4 +139,4 @@ def _fits(perceptron: Perceptron, batch: Any) -> bool:
     else:
         shapes = [(outputs,), ()] if outputs == 1 else [(outputs,)]
         right = right and y.shape[3:] in shapes and y.dtype == torch.float32
-    return right and x.dtype in (torch.float32, torch.uint8) and 1 <= x.shape[2] <= MAX_ROWS
+    return right and x.dtype in (torch.float32, torch.uint8) and x.shape[2] >= 1

@@ -1,5 +1,6 @@
 """The kernels against `meta_gradient` in float64; without a GPU, as C++ on the CPU."""
 
+import copy
 import functools
 import itertools
 import shutil
@@ -228,6 +229,31 @@ def test_the_kernels_refuse_other_problems() -> None:
     wide = find_perceptron(make((2, MAX_WIDTH + 1, 3), "relu", False, Inner(), device).network)
     assert wide is not None
     assert not DenseGradient.takes(wide, objective, batch, batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "mode"),
+    [
+        (lambda: ml.models.mlp(1, 1), {}, "compiled"),
+        (lambda: ml.models.mlp(1, 1), {"meta_steps": 3}, "eager"),  # 150 planned updates
+        (lambda: ml.models.mlp(1, 1).double(), {}, "eager"),
+        (lambda: ml.models.mlp(1, 1), {"learn_lr": True}, "eager"),
+        (lambda: ml.models.mlp(1, 1), {"engine": "eager"}, "eager"),
+        (lambda: ml.models.mlp(1, 1), {"query": MAX_ROWS + 1}, "eager"),
+        (lambda: nn.Sequential(nn.Linear(1, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 1)), {}, "eager"),
+    ],
+)
+def test_auto_chooses_the_kernel_for_a_few_hundred_updates(
+    compiler: None, model: Any, settings: dict[str, Any], mode: Mode
+) -> None:
+    learner = ml.FTML(model, ml.losses.squared_error, **{"meta_steps": 10} | settings)
+    assert learner.engine.mode == mode
+    assert copy.deepcopy(learner).engine.mode == mode
+
+
+def test_auto_without_a_compiler_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert ml.FTML(lambda: ml.models.mlp(1, 1), ml.losses.squared_error).engine.mode == "eager"
 
 
 def test_a_failing_compiler_leaves_the_general_path(
