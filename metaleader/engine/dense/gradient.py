@@ -22,6 +22,8 @@ MAX_WIDTH, MAX_ROWS = 256, 256
 # The largest number of products of weights and rows in a pass over a batch, by device. On an H200 and 25 tasks, 200,000
 # take 0.3 ms, the general path 1.2 ms; 760,000 take 1.5 ms, and 1.8 ms.
 _MAX_PRODUCTS = {"cuda": 600_000}
+# The largest memory of a task, in floats: the parameters and activations of all inner steps, 64 MiB
+_MAX_MEMORY = 2**24
 
 
 class Kernels(Protocol):
@@ -92,7 +94,10 @@ class DenseGradient:
         plain = not objective.learn_lr and objective.adaptation is None and not objective.inner.every_step
         products = rows * sum(layer.inputs * layer.outputs for layer in perceptron.layers)
         small = perceptron.width <= MAX_WIDTH and rows <= MAX_ROWS
-        return plain and small and products <= _MAX_PRODUCTS.get(device.type, products)
+        # At most six arrays of activations and their derivatives
+        per_step = sum(layer.outputs * (layer.inputs + 6 * rows) for layer in perceptron.layers)
+        fits = per_step * (objective.inner.steps + 2) <= _MAX_MEMORY
+        return plain and small and fits and products <= _MAX_PRODUCTS.get(device.type, products)
 
     @staticmethod
     def takes(perceptron: Perceptron, objective: Objective, support: Any, query: Any) -> bool:

@@ -240,6 +240,7 @@ def test_the_kernels_refuse_other_problems() -> None:
         (lambda: ml.models.mlp(1, 1), {"learn_lr": True}, "eager"),
         (lambda: ml.models.mlp(1, 1), {"engine": "eager"}, "eager"),
         (lambda: ml.models.mlp(1, 1), {"query": MAX_ROWS + 1}, "eager"),
+        (lambda: ml.models.mlp(1, 1), {"inner_steps": 4000}, "eager"),  # too much memory
         (lambda: nn.Sequential(nn.Linear(1, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 1)), {}, "eager"),
     ],
 )
