@@ -13,39 +13,37 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_map
 
-from metaleader.engine.cuda_graph import Captured
-from metaleader.engine.determinism import repeatable
-from metaleader.engine.hook import HookError, HookGradient, OwnGradient, StateReadError
+from metaleader.engine.cache import Mode, ProgramCache, shapes_of
+from metaleader.engine.cpp_source import has_compiler
+from metaleader.engine.hook import HookGradient, OwnGradient
 from metaleader.engine.objective import Adaptation, GradientSteps, Objective, learned_rates, over_learners
-from metaleader.engine.programs import Chains, Gradient, OuterStep, Perceptrons, Updates, compiled_gradient, short_text
+from metaleader.engine.programs import Chains, Gradient, OuterStep, Perceptrons, Updates, compiled_gradient
 from metaleader.engine.whole import WholeProgram, has_few_operations, is_whole
 from metaleader.gradient.meta import descend
 from metaleader.gradient.selection import Params
 from metaleader.gradient.unrolled import TooLargeError
 from metaleader.nets.functional import Network
-from metaleader.system.settings import keeps_settings
+from metaleader.system.text import short_text
 from metaleader.tasks import Batch, ClassBatch, tensors_of
-
-Mode = Literal["auto", "eager", "graphed", "compiled", "captured"]
 
 _log = logging.getLogger("metaleader")
 # Below these numbers of planned updates, compiling takes longer than it saves. On the CPU, an MLP takes 8 s to compile
 # and saves 3 ms per update. On a GPU, compiling saves 6 ms per update of a transformer already replayed as a CUDA graph
 # and takes 68 s; 16 ms of a GRU, and 136 s.
 _WORTH_COMPILING = {"cpu": 3000, "cuda": 10_000}
-# The mode in which a program runs next if it fails in a mode
-_FALLBACK: dict[Mode, Mode] = {"captured": "graphed", "graphed": "eager", "compiled": "eager"}
+# On the CPU, the kernel of a multilayer perceptron takes a second to compile and saves 6 ms per update.
+_WORTH_KERNELS = 200
 # The number of calls of `observe` by which a learner in a user's own loop estimates its number of updates
 _ASSUMED_OBSERVES = 50
-# The number of programs kept; each size of D_t has its own.
-_MAX_PROGRAMS = 256
+# The number of gradients kept for programs of several updates
+_MAX_GRADIENTS = 256
 
 
 class Engine:
@@ -66,6 +64,8 @@ class Engine:
         if mode not in get_args(Mode):
             raise ValueError(f"engine must be one of {', '.join(get_args(Mode))}; got {mode!r}")
         kind = torch.device(device).type
+        # The number of planned updates while "auto" may change from eager to compiled, else 0; see `settle`
+        self._planned = 0
         if mode in ("graphed", "captured") and kind != "cuda":
             raise ValueError(f"engine {mode!r} needs a CUDA device, got {device}; use 'compiled'")
         if mode == "auto":
@@ -75,16 +75,37 @@ class Engine:
             threshold = _WORTH_COMPILING.get(kind)
             reason = f"compiling pays from {threshold}" if threshold else f"compiling on {kind} was never measured"
             _log.info("engine mode %s: about %d updates on %s, %s", mode, planned_updates, kind, reason)
-        self._device = torch.device(device)
-        self.mode: Mode = mode
-        self._programs: dict[Any, Callable[..., Any]] = {}
+            self._planned = planned_updates if kind == "cpu" and mode == "eager" else 0
+        self._device, self._programs = torch.device(device), ProgramCache(mode)
         self._gradients: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {}
         self._chains, self._perceptrons = Chains(), Perceptrons()
-        self._pool: Any = None
+
+    @property
+    def mode(self) -> Mode:
+        """The mode in use."""
+        return self._programs.mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        self._programs.mode = mode
 
     def __reduce__(self) -> tuple[type[Engine], tuple[Any, ...]]:
         # Copies and pickles build their programs anew: CUDA graphs and compiled code cannot be copied.
-        return Engine, (self.mode, 0, self._device)
+        return Engine, ("auto" if self._planned else self.mode, self._planned, self._device)
+
+    def settle(self, objective: Objective, rows: int) -> None:
+        """With mode "auto" on the CPU, choose "compiled" if the network has a kernel, which compiles in a second.
+
+        Args:
+            objective: the loss that will be minimised.
+            rows: the largest number of datapoints of a support or query set.
+        """
+        planned, self._planned = self._planned, 0
+        if planned >= _WORTH_KERNELS and self._perceptrons.has_kernel(objective, rows) and has_compiler():
+            self.mode = "compiled"
+            _log.info(
+                "engine mode compiled: the kernel of a multilayer perceptron pays from %d updates", _WORTH_KERNELS
+            )
 
     @torch.no_grad()
     def gradient(
@@ -102,7 +123,8 @@ class Engine:
         inputs = (flat, support, query, noise)
         own = objective.own_gradient
         what = (objective, own.shared, own.values()) if isinstance(own, OwnGradient) else objective
-        return self._run(what, inputs, lambda: self._gradient_program(objective, *inputs), eager=_is_eager(objective))
+        make = functools.partial(self._gradient_program, objective, *inputs)
+        return self._programs.run(what, inputs, make, eager=_is_eager(objective))
 
     def runs_updates_together(self, objective: Objective) -> bool:
         """Whether `updates` applies: not in eager mode, nor for gradients written by a user.
@@ -146,7 +168,7 @@ class Engine:
             batches = tree_map(lambda leaf: leaf if leaf is None else leaf[0], (support, query, noise))
             return Updates(self._shared_gradient(objective, tensors["flat"], *batches), outer)
 
-        return self._run((objective, outer), (tensors, lrs, support, query, noise), make)
+        return self._programs.run((objective, outer), (tensors, lrs, support, query, noise), make)
 
     @torch.no_grad()
     def predictions(
@@ -177,61 +199,13 @@ class Engine:
                 adapted = functools.partial(_adapted, network, rates) if chain is None else chain.adapted
             return functools.partial(_predictions, network, adapted, steps)
 
-        return self._run((network, adaptation, steps), inputs, make, decides=False)
-
-    def _run(
-        self,
-        what: Any,
-        inputs: tuple[Any, ...],
-        make: Callable[[], Callable[..., Any]],
-        decides: bool = True,
-        eager: bool = False,
-    ) -> Any:
-        """Run the program for inputs of these shapes, built at the first call.
-
-        With `eager`, the program is not captured. If a program cannot be compiled or captured, it runs in the fallback
-        of the mode, and with `decides` all later programs too. Without `decides`, programs are captured only in the
-        mode "captured", since capturing takes as long as several calls.
-        """
-        leaves = tensors_of(inputs)
-        key = (what, _shapes_of(leaves), torch.backends.cuda.matmul.allow_tf32)
-        on_cpu = leaves[0].device.type == "cpu"
-        # On the CPU the one setting that matters; see `repeatable`.
-        with torch.autograd.set_multithreading_enabled(False) if on_cpu else repeatable(leaves[0].device):
-            program, result = self._programs.pop(key, None), None
-            eager = eager or (self.mode == "graphed" and not decides)
-            while program is None and not (eager or self.mode == "eager"):
-                try:
-                    program, result = self._started(make(), inputs)
-                except (StateReadError, HookError):
-                    raise
-                except Exception as error:
-                    mode = _FALLBACK[self.mode] if decides else "eager"
-                    _log.warning("engine mode %r fails, continuing with %r: %s", self.mode, mode, short_text(error))
-                    self._pool = None  # a failed capture may have left it unusable
-                    self.mode, eager = (mode, False) if decides else (self.mode, True)
-            program = program or make()
-            # Ordered by last use: the first program is the one to drop.
-            self._programs[key] = program
-            if len(self._programs) > _MAX_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-            return program(*inputs) if result is None else result
-
-    @keeps_settings
-    def _started(self, program: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Callable[..., Any], Any]:
-        """A program that has run once, captured if that is the mode, and its result."""
-        if self.mode not in ("graphed", "captured"):
-            return program, program(*inputs)
-        # All graphs share one memory pool: they run one at a time, and their outputs are copied.
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = Captured(program, inputs, self._pool, compiled=self.mode == "captured")
-        return graph, graph(*inputs)
+        return self._programs.run((network, adaptation, steps), inputs, make, predicts=True)
 
     def _shared_gradient(self, objective: Objective, *inputs: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         """The gradient of one update, built once for all numbers of updates."""
-        key = (objective, self.mode, _shapes_of(tensors_of(inputs)), torch.backends.cuda.matmul.allow_tf32)
+        key = (objective, self.mode, shapes_of(tensors_of(inputs)), torch.backends.cuda.matmul.allow_tf32)
         if key not in self._gradients:
-            if len(self._gradients) >= _MAX_PROGRAMS:
+            if len(self._gradients) >= _MAX_GRADIENTS:
                 del self._gradients[next(iter(self._gradients))]
             self._gradients[key] = self._gradient_program(objective, *inputs)
         return self._gradients[key]
@@ -245,8 +219,10 @@ class Engine:
             return functools.partial(
                 _flat_gradient, objective, HookGradient(objective, compiled, params, support, query)
             )
-        if noise is None and (dense := self._perceptrons.gradient(objective, flat, support, query)) is not None:
-            return dense
+        if noise is None and (flat.is_cuda or self.mode == "compiled"):
+            dense = self._perceptrons.gradient(objective, flat, support, query)
+            if dense is not None:
+                return dense
         program: Gradient | None = None
         if noise is None:
             program = self._chains.gradient(objective, flat, tree_map(lambda leaf: leaf[0], query), compiled)
@@ -261,13 +237,11 @@ class Engine:
         return functools.partial(_flat_gradient, objective, program or eager_gradient(objective))
 
 
-def engine_of(engine: Mode | Engine, meta_steps: int, device: torch.device) -> Engine:
+def engine_of(engine: Mode | Engine, meta_steps: int, device: torch.device, objective: Objective, rows: int) -> Engine:
     """An engine in a mode, for a learner that makes `meta_steps` updates at each `observe`; engines are returned."""
-    return engine if isinstance(engine, Engine) else Engine(engine, _ASSUMED_OBSERVES * meta_steps, device)
-
-
-def _shapes_of(leaves: Sequence[Tensor]) -> tuple[Any, ...]:
-    return tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    engine = engine if isinstance(engine, Engine) else Engine(engine, _ASSUMED_OBSERVES * meta_steps, device)
+    engine.settle(objective, rows)
+    return engine
 
 
 def _is_eager(objective: Objective) -> bool:

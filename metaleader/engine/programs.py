@@ -18,12 +18,14 @@ from metaleader.engine.conv.gradient import ChainGradient
 from metaleader.engine.conv.layout import Plan
 from metaleader.engine.conv.torch_ops import TorchPasses
 from metaleader.engine.conv.trace import Chain, find_chain
+from metaleader.engine.dense.gradient import DenseGradient
 from metaleader.engine.dense.trace import Perceptron, find_perceptron
 from metaleader.engine.objective import Objective
 from metaleader.engine.selfcheck import agrees
 from metaleader.gradient.meta import Inner, meta_gradient
 from metaleader.gradient.selection import Params
 from metaleader.nets.functional import Network
+from metaleader.system.text import short_text
 from metaleader.tasks import Batch, ClassBatch
 
 _log = logging.getLogger("metaleader")
@@ -32,12 +34,7 @@ Gradient = Callable[..., tuple[Tensor, Params]]
 # (flat, support, query, noise) -> losses and norms (2, learners) and flat gradients (learners, number of parameters)
 FlatGradient = Callable[..., tuple[Tensor, Tensor]]
 # The devices on which multilayer perceptrons have kernels of their own
-DENSE_DEVICES = ("cuda",)
-
-
-def short_text(error: Exception) -> str:
-    """The message of an error in one line of at most 300 characters, for the log."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+_DENSE_DEVICES = ("cpu", "cuda")
 
 
 class Chains:
@@ -96,8 +93,18 @@ class Perceptrons:
     def __init__(self) -> None:
         self._perceptrons: dict[Network, Perceptron | None] = {}
 
+    def has_kernel(self, objective: Objective, rows: int) -> bool:
+        """Whether an objective probably has a kernel, for batches of up to this number of rows; tried by `gradient`."""
+        network, params = objective.network, objective.params()
+        single = all(value.dtype == torch.float32 for value in params.values())
+        if type(network) is not Network or objective.task_gradient is not None or network.num_classes or not single:
+            return False
+        found = find_perceptron(network)
+        device = next(iter(params.values())).device
+        return found is not None and DenseGradient.suits(found, objective, rows, device)
+
     def gradient(self, objective: Objective, flat: Tensor, support: Any, query: Any) -> FlatGradient | None:
-        """The gradient of a multilayer perceptron by Triton kernels; None for other networks, losses and devices.
+        """The gradient of a multilayer perceptron by kernels of its own; None for other networks, losses and devices.
 
         Args:
             objective: the loss to differentiate.
@@ -106,7 +113,7 @@ class Perceptrons:
             query: (learners, tasks, ...).
         """
         network = objective.network
-        if type(network) is not Network or flat.device.type not in DENSE_DEVICES or flat.dtype != torch.float32:
+        if type(network) is not Network or flat.device.type not in _DENSE_DEVICES or flat.dtype != torch.float32:
             return None
         if network not in self._perceptrons:
             found = find_perceptron(network)
@@ -116,16 +123,12 @@ class Perceptrons:
         perceptron = self._perceptrons[network]
         if perceptron is None:
             return None
-        try:
-            from metaleader.engine.dense.gradient import DenseGradient
-
-            if not DenseGradient.takes(perceptron, objective, support, query):
-                return None
-            program = DenseGradient(perceptron, objective, flat.device)
-            program(flat, support, query, None)  # compiles the kernels
-        except ImportError:  # Triton comes with torch on Linux only
+        if not DenseGradient.takes(perceptron, objective, support, query):
             return None
-        except Exception as error:  # of Triton: a device may have too little memory on the chip
+        program = DenseGradient(perceptron, objective, flat.device)
+        try:
+            program(flat, support, query, None)  # compiles the kernels
+        except (OSError, RuntimeError) as error:  # of a compiler or the driver
             _log.warning("the kernels for multilayer perceptrons cannot be used: %s", short_text(error))
             return None
         return program

@@ -32,6 +32,11 @@ class Definition(NamedTuple):
     restarts: bool = False
     updates_per_step: int = 1
 
+    def work(self, query: int) -> tuple[Objective, int]:
+        """The objective, and the largest number of datapoints of a support or query set."""
+        sizes = (self.support,) if isinstance(self.support, int) else self.support
+        return self.objective, max(*sizes, query)
+
 
 def with_own_gradient(learner: Learner, definition: Definition, base: type[Learner]) -> Definition:
     """A definition with the learner's `task_gradient` in its objective; rejects overrides that would not be used.

@@ -78,8 +78,8 @@ class Learner(Configured, ABC):
         self.network = Network(initial_module(model, self.options.seed, 0), loss, self.options.preprocess, self.device)
         self.data_folder = None if data_folder is None else checked_folder(data_folder)
         self.memory: Memory = memory_by_task(self)
-        self.engine = engine_of(engine, self.options.meta_steps, self.device)
         self.definition = with_own_gradient(self, self.define(), base=Learner)
+        self.engine = engine_of(engine, self.options.meta_steps, self.device, *self.definition.work(self.options.query))
         params = self.definition.objective.params()
         if len({value.dtype for value in params.values()}) > 1:
             raise ValueError(f"parameters must be of one dtype, got {sorted({str(v.dtype) for v in params.values()})}")

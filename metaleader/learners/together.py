@@ -6,6 +6,7 @@ returns new states, which the learners then get.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -121,8 +122,11 @@ def _first_failure(
         if len(learners) > 1:
             raise
         return len(numbers) - 1, 0, error
+    # The last parameters too. This is the one point where the host waits for the device. A sum is not finite if a part
+    # is not; finite parts may overflow.
+    if math.isfinite(float(watched.sum() + outer.flat.sum())):
+        return None
     finite = torch.isfinite(watched).all(1)
-    # The last parameters too. This is the one point where the host waits for the device.
     finite = torch.cat([finite[:-1], (finite[-1] & torch.isfinite(outer.flat).all(1))[None]]).cpu()
     if bool(finite.all()):
         return None

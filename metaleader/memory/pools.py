@@ -141,16 +141,20 @@ def distinct(uniform: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
     """
     take, columns = np.minimum(counts, width), np.arange(width)
     tops = counts - take + columns[:, None]  # (width, rows), as `chosen`: the loop reads whole lines of memory
-    # A candidate that was chosen before is replaced by its top.
     chosen = np.minimum((uniform[:, :width].T * (tops + 1)).astype(np.int64), tops)
+    if counts.max(initial=0) < 2**15:  # narrow numbers are compared faster
+        chosen, tops = chosen.astype(np.int16), tops.astype(np.int16)
+    # A candidate that was chosen before is replaced by its top.
     for j in range(1, width):
-        np.copyto(chosen[j], tops[j], where=np.logical_or.reduce(chosen[:j] == chosen[j], axis=0))
-    keys = np.where(columns < take[:, None], uniform[:, width:], 2.0)
+        np.copyto(chosen[j], tops[j], where=(chosen[:j] == chosen[j]).any(axis=0))
+    keys, is_short = uniform[:, width:], bool((take < width).any())
+    if is_short:
+        keys = np.where(columns < take[:, None], keys, 2.0)
     order, rows = np.argsort(keys, axis=1, kind="stable"), np.arange(len(counts))[:, None]
-    if (take < width).any():
+    if is_short:
         # Columns from `take` on are sorted behind the others and are not read.
         order = order[rows, columns % take[:, None]]
-    return chosen[order, rows]
+    return chosen[order, rows].astype(np.int64)
 
 
 def split(numbers: np.ndarray, counts: np.ndarray, support: int, query: int) -> np.ndarray:

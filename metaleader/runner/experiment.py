@@ -244,9 +244,7 @@ def _config(plan: Plan) -> dict[str, Any]:
         "file": None if source.file is None else str(source.file),
         "sha256": source.sha256,
         "imports": source.imports,
-        "engines": {
-            method: Engine(options.engine, plan.updates(method), options.device).mode for method in plan.methods
-        },
+        "engines": {method: plan.mode(method) for method in plan.methods},
         "threads": torch.get_num_threads(),
         "settings": plan.description,
         "styles": experiment.styles(plan.methods),

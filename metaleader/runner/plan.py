@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from metaleader.engine.determinism import seeded
-from metaleader.engine.engine import Mode
+from metaleader.engine.engine import Engine, Mode
 from metaleader.evaluate import can_try
 from metaleader.experiments.description import described_experiment, measured_as
 from metaleader.experiments.experiment import Experiment
@@ -111,6 +111,13 @@ class Plan:
         """The number of updates by which the engine of a method chooses its mode."""
         experiment = dataclasses.replace(self.experiment, tasks=self.tasks)
         return planned_updates(experiment, method, self.samples[method])
+
+    def mode(self, method: str) -> Mode:
+        """The mode of the engine of a method."""
+        engine, sample = Engine(self.options.engine, self.updates(method), self.options.device), self.samples[method]
+        if isinstance(sample, Learner):
+            engine.settle(*sample.definition.work(sample.options.query))
+        return engine.mode
 
     def stream(self, seed: int) -> TaskStream:
         """The stream of a seed."""

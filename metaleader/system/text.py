@@ -1,4 +1,4 @@
-"""Text from files and servers, made safe for a terminal."""
+"""Text from files, servers and exceptions, made safe for a terminal or a log."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def printable(text: object) -> str:
     """
     line = " ".join(str(text).split("\n"))
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+
+
+def short_text(error: Exception) -> str:
+    """The message of an error in one line of at most 300 characters, for the log."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

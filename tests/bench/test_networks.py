@@ -28,7 +28,7 @@ from metaleader.bench.networks.cases import (
     save_inputs,
 )
 from metaleader.bench.networks.contenders import LoopPeer, Ours, TorchFunc, build
-from metaleader.bench.networks.process import CellProcess, Setting
+from metaleader.bench.networks.process import CellProcess, Setting, Times
 
 CPU = torch.device("cpu")
 
@@ -137,7 +137,7 @@ def test_the_engine_that_falls_back_is_named(monkeypatch: pytest.MonkeyPatch) ->
     def fails(*inputs: Any) -> Any:
         raise RuntimeError("cannot compile this")
 
-    monkeypatch.setattr(contender.engine, "_started", fails)
+    monkeypatch.setattr(contender.engine._programs, "_started", fails)
     contender.update(1)
     notes = contender.notes()
     assert notes["ran"] == "eager"
@@ -243,14 +243,14 @@ class FakeProcess:
         self.result[f"first_update_{self.phase}_s"] = 1.0
         return True
 
-    def times(self, seconds: float) -> tuple[list[float], float] | None:
+    def times(self, seconds: float) -> Times | None:
         self.order.append(self.cell)
         if self.cell == "higher":
-            return [2000.0], 1.0
+            return Times([2000.0], 1.0, [])
         if self.cell == "torchopt":
             self.result["failed"] = "timing: it ended"
             return None
-        return [10.0 * len(self.cell)] * 3, 1.0
+        return Times([10.0 * len(self.cell)] * 3, 1.0, [1.0] if self.cell.startswith("ours") else [])
 
     def finish(self) -> None:
         self.result["peak_mib"] = 3.0

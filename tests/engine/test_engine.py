@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 import metaleader as ml
 from metaleader.checks.trees import differences
+from metaleader.engine import cache as cache_module
 from metaleader.engine import compiled as compiled_module
 from metaleader.engine import engine as engine_module
 from metaleader.engine import whole as whole_module
@@ -33,6 +34,7 @@ from metaleader.engine.engine import Engine, Mode
 from metaleader.engine.objective import Objective
 from metaleader.gradient.meta import Inner
 from metaleader.learners import update_together
+from metaleader.learners.measure import measure_together
 from metaleader.nets.functional import Network
 from metaleader.tasks import Batch, tensors_of
 
@@ -288,7 +290,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def clone(leaf: Any) -> Any:
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
-    monkeypatch.setattr(engine_module, "Captured", Graph)
+    monkeypatch.setattr(cache_module, "Captured", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     return made
 
@@ -350,6 +352,36 @@ def test_large_gradients_are_captured_one_by_one(
     engine.mode = "graphed"
     learner(engine, mlp).update(10)
     assert [graph.calls for graph in graphs_on_the_cpu] == [10]
+
+
+def test_a_prediction_that_recurs_is_captured_when_graphed(graphs_on_the_cpu: list[Any]) -> None:
+    engine = Engine("eager")
+    engine.mode = "graphed"
+    one = learner(engine, mlp)
+    results = []
+    for call in range(5):
+        tests = [Batch(oracles.normal(f"x {call % 2}", 3, *IMAGE), oracles.labels("y", CLASSES, 3))]
+        results.append(measure_together([one], tests, ml.losses.cross_entropy)[0]["loss"])
+        assert len(graphs_on_the_cpu) == (call >= 2)
+    assert [graph.calls for graph in graphs_on_the_cpu] == [3]
+    assert results[0] == results[2] == results[4] != results[1] == results[3]
+
+
+def test_a_prediction_that_cannot_be_captured_stays_eager(
+    graphs_on_the_cpu: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*given: Any, **options: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(cache_module, "Captured", fail)
+    engine = Engine("eager")
+    engine.mode = "graphed"
+    one = learner(engine, mlp)
+    tests = [Batch(oracles.normal("x", 3, *IMAGE), oracles.labels("y", CLASSES, 3))]
+    losses = {measure_together([one], tests, ml.losses.cross_entropy)[0]["loss"] for _ in range(5)}
+    assert len(losses) == 1
+    assert engine.mode == "graphed"
+    assert caplog.text.count("not permitted") == 1
 
 
 def spied(kind: Any, made: list[Any]) -> Any:

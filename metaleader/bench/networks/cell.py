@@ -14,6 +14,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,17 @@ def _serve(contender: Contender, updates: int, send: Any) -> None:
         while sum(samples) < float(seconds):
             samples.append(_seconds(contender, updates))
         cpu_ms = 1000 * (time.process_time() - cpu_started) / (len(samples) * updates)
-        send("times", ms=[1000 * sample / updates for sample in samples], cpu_ms=cpu_ms)
+        gathered: list[float] = []
+        update_gathered = getattr(contender, "update_gathered", None)
+        while update_gathered is not None and sum(gathered) < float(seconds) / 2:
+            gathered.append(_seconds(contender, updates, update_gathered))
+        in_ms = lambda samples: [1000 * sample / updates for sample in samples]  # noqa: E731
+        send("times", ms=in_ms(samples), cpu_ms=cpu_ms, gathered_ms=in_ms(gathered))
 
 
-def _seconds(contender: Contender, updates: int) -> float:
+def _seconds(contender: Contender, updates: int, update: Callable[[int], None] | None = None) -> float:
     started = time.perf_counter()
-    contender.update(updates)
+    (update or contender.update)(updates)
     return time.perf_counter() - started
 
 

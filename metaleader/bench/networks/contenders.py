@@ -24,6 +24,8 @@ from metaleader.bench.timing import wait
 from metaleader.engine.engine import Engine, Mode
 from metaleader.gradient.selection import Params
 from metaleader.learners import FTML
+from metaleader.learners.together import state_after
+from metaleader.learners.update import Gathered, gather_updates
 from metaleader.tasks import Batch, to_device
 
 META_LR = 1e-3
@@ -126,6 +128,7 @@ class Ours(_OnTorch):
         # As many updates as the default of a reveal: several may be one program.
         self.first_updates = 1 if mode == "eager" else 10
         self.initial = to_device(inputs.params, device)
+        self.gathered: Gathered | None = None
         self.log = _Messages()
         logging.getLogger("metaleader").addHandler(self.log)
         self.engine = Engine(mode, planned_updates=10**6, device=device)
@@ -148,6 +151,15 @@ class Ours(_OnTorch):
     def update(self, updates: int) -> None:
         """Draw, gather, take gradient steps of the initialisation."""
         self.learner.update(updates)
+        wait(self.device)
+
+    def update_gathered(self, updates: int) -> None:
+        """Updates from datapoints that were gathered before, as those of the other implementations."""
+        learner = self.learner
+        if self.gathered is None:
+            self.gathered = gather_updates(learner, updates)
+            assert self.gathered is not None
+        learner.state = state_after(learner, learner.state, updates, self.gathered)
         wait(self.device)
 
     def gradient(self, support: Batch, query: Batch) -> dict[str, Any]:

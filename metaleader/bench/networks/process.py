@@ -35,6 +35,20 @@ class Setting(NamedTuple):
     jobs: int
 
 
+class Times(NamedTuple):
+    """Milliseconds per update of several calls.
+
+    Attributes:
+        ms: of each call.
+        cpu_ms: of processor time, over all calls.
+        gathered_ms: of each call whose datapoints were gathered before; empty for implementations that gather none.
+    """
+
+    ms: list[float]
+    cpu_ms: float
+    gathered_ms: list[float]
+
+
 class CellProcess:
     """A process of `metaleader.bench.networks.cell`.
 
@@ -102,11 +116,11 @@ class CellProcess:
             self.close()
         return True
 
-    def times(self, seconds: float) -> tuple[list[float], float] | None:
-        """Milliseconds per update of a few calls, and of processor time per update; None if the process has failed."""
+    def times(self, seconds: float) -> Times | None:
+        """The times of a few calls; None if the process has failed."""
         self._say(f"times {seconds}")
         reply = self._expect("times", self.setting.limit + seconds, "timing")
-        return None if reply is None else (reply["ms"], reply["cpu_ms"])
+        return None if reply is None else Times(reply["ms"], reply["cpu_ms"], reply["gathered_ms"])
 
     def finish(self) -> None:
         """Take memory and error, and end the process."""

@@ -83,7 +83,8 @@ def measure_networks(
 
     Returns:
         By network its size and, under `cells`, by implementation: `update_ms` (median), `quartiles_ms`, `cpu_ms` (the
-        processor time of the host, which other programs on the machine disturb less), `first_update_cold_s` and
+        processor time of the host, which other programs on the machine disturb less), `gathered_ms` (ours, with
+        datapoints that were gathered before, as the others have them), `first_update_cold_s` and
         `_warm_s`, the processor time of the same (`first_update_cold_cpu_s`), the same from the start of the process
         (`from_start_*`), `peak_mib`,
         `error_vs_float64`, `ratio_to_jax` (to the fastest of JAX), or `failed` with the reason.
@@ -156,6 +157,7 @@ def _time(setting: Setting, name: str, cells: dict[str, dict[str, Any]], rounds:
         _in_parallel(setting.jobs, start, [(cell,) for cell, values in cells.items() if "failed" not in values])
         samples: dict[str, list[float]] = {cell: [] for cell in cells if cell in processes}
         cpu: dict[str, list[float]] = {cell: [] for cell in samples}
+        gathered: dict[str, list[float]] = {cell: [] for cell in samples}
         for _ in range(rounds):
             for cell in list(samples):
                 if len(samples[cell]) >= 3 and sum(samples[cell]) > _ENOUGH_MS:
@@ -165,12 +167,15 @@ def _time(setting: Setting, name: str, cells: dict[str, dict[str, Any]], rounds:
                     cells[cell] |= processes.pop(cell).result
                     del samples[cell]
                 else:
-                    samples[cell] += times[0]
-                    cpu[cell].append(times[1])
+                    samples[cell] += times.ms
+                    cpu[cell].append(times.cpu_ms)
+                    gathered[cell] += times.gathered_ms
         for cell, values in samples.items():
             quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
             cells[cell] |= {"update_ms": quartiles[1], "quartiles_ms": [quartiles[0], quartiles[2]]}
             cells[cell]["cpu_ms"] = statistics.median(cpu[cell])
+            if gathered[cell]:
+                cells[cell]["gathered_ms"] = statistics.median(gathered[cell])
         _in_parallel(setting.jobs, lambda cell: processes[cell].finish(), [(cell,) for cell in samples])
         for cell in samples:
             cells[cell] |= processes[cell].result
@@ -203,12 +208,23 @@ def _compare(cells: dict[str, dict[str, Any]]) -> None:
 
 def print_table(result: dict[str, Any], title: str) -> None:
     """Print the results of `measure_networks`."""
-    columns = ["", "ms per update", "to JAX", "CPU ms", "first update (s): cold", "warm", "peak MiB", "error", ""]
+    columns = [
+        "",
+        "ms per update",
+        "gathered",
+        "to JAX",
+        "CPU ms",
+        "first update (s): cold",
+        "warm",
+        "peak MiB",
+        "error",
+        "",
+    ]
     table = rich.table.Table(*columns, title=title)
     for entry in result.values():
         table.add_section()
         size = f"{entry['parameters']:,} parameters, {entry['tasks']} tasks"
-        table.add_row(f"[bold]{entry['network']}[/bold]", *[""] * 7, size)
+        table.add_row(f"[bold]{entry['network']}[/bold]", *[""] * 8, size)
         for cell, values in entry["cells"].items():
             notes = [values["failed"]] if "failed" in values else []
             notes += [f"{values['graph_breaks']} graph breaks"] if "graph_breaks" in values else []
@@ -216,6 +232,7 @@ def print_table(result: dict[str, Any], title: str) -> None:
             table.add_row(
                 f"  {cell}",
                 _number(values.get("update_ms")),
+                _number(values.get("gathered_ms")),
                 _number(values.get("ratio_to_jax"), 2),
                 _number(values.get("cpu_ms")),
                 _number(values.get("first_update_cold_s"), 2),

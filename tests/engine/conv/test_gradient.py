@@ -568,7 +568,8 @@ def test_gpu_runs_repeat_bit_for_bit_and_agree_with_the_cpu(options: dict[str, A
         update_together(run, 13 if plain else 4)
         assert engine.mode == mode, "the engine fell back"
         if plain and mode == "captured":
-            assert any(isinstance(getattr(made, "_program", None), Updates) for made in engine._programs.values())
+            entries = engine._programs._programs.values()
+            assert any(isinstance(getattr(entry.run, "_program", None), Updates) for entry in entries)
         runs.append(run)
     for first, again, eager, slow in zip(*runs, strict=True):
         value = first.state.flat

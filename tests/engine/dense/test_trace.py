@@ -37,6 +37,9 @@ def found(module: nn.Module, loss: ml.losses.Loss = ml.losses.squared_error) -> 
         (Net(lambda net, x: torch.relu(x)), "relu"),
         (Net(lambda net, x: F.silu(x)), "silu"),
         (Net(lambda net, x: x.sigmoid()), "sigmoid"),
+        (nn.Sequential(nn.Linear(3, 5), nn.LeakyReLU(0.2), nn.Linear(5, 2)), "relu"),
+        (Net(lambda net, x: F.leaky_relu(x)), "relu"),
+        (Net(lambda net, x: F.leaky_relu(x, negative_slope=0.3)), "relu"),
     ],
 )
 def test_perceptrons_are_found_and_predict_as_the_module(module: nn.Module, activation: str) -> None:
@@ -46,6 +49,16 @@ def test_perceptrons_are_found_and_predict_as_the_module(module: nn.Module, acti
     assert [layer[2:] for layer in perceptron.layers] == [(3, 5), (5, 2)]
     x = torch.randn(4, 3)
     torch.testing.assert_close(perceptron.predict(dict(module.named_parameters()), x), module(x))
+
+
+def test_losses() -> None:
+    net = ml.models.mlp(3, 2, (5,))
+    for loss in (ml.losses.squared_error, F.mse_loss, nn.MSELoss(), nn.MSELoss(reduction="none")):
+        perceptron = found(net, loss)
+        assert perceptron is not None
+        assert not perceptron.labels
+    for loss in (nn.MSELoss(reduction="sum"), F.l1_loss, functools.partial(F.mse_loss, reduction="sum")):
+        assert found(net, loss) is None
 
 
 def test_one_layer_images_biases_and_smoothing() -> None:
@@ -78,6 +91,8 @@ def hooked() -> nn.Module:
     [
         Net(lambda net, x: x),  # no activation
         Net(lambda net, x: x + torch.relu(x)),
+        nn.Sequential(nn.Linear(3, 5), nn.LeakyReLU(-0.2), nn.Linear(5, 2)),
+        nn.Sequential(nn.Linear(3, 5), nn.LeakyReLU(0.2), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 2)),
         Net(lambda net, x: F.gelu(x, approximate="tanh")),
         Net(lambda net, x: F.relu(torch.tanh(x))),
         Net(lambda net, x: F.dropout(torch.relu(x), 0.5)),
