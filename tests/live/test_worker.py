@@ -308,7 +308,7 @@ def test_updates_of_a_process_are_those_of_the_journal(tmp_path, caplog):
             session.observe(*batch(i), task=f"customer {i % 4}")
             if i in (5, 20):
                 os.kill(pids[-1], signal.SIGKILL)
-                session.wait(60)
+                assert session.wait(180)
                 pids.append(session.status()["update_process"])
             if i == 15:
                 session.observe(1e30 * batch(1)[0], batch(1)[1], task="bad")
