@@ -43,7 +43,12 @@ def measured_as(experiment: Experiment, settings: Mapping[str, Any]) -> Experime
 
 
 def changes(
-    then: Mapping[str, Any], now: Mapping[str, Any], tasks: int, experiment: Experiment, methods: Sequence[str]
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    tasks: int,
+    experiment: Experiment,
+    methods: Sequence[str],
+    same_torch: bool = True,
 ) -> list[str]:
     """The settings that differ from those of a configuration, as "reveal was 5, now 10".
 
@@ -53,6 +58,7 @@ def changes(
         tasks: the number of tasks now played.
         experiment: the experiment.
         methods: the methods that are run.
+        same_torch: whether both are of the same version of torch; hashes of networks differ between versions.
     """
     if then["format"] == 1:
         # Format 1 has only the keywords that were given.
@@ -65,7 +71,8 @@ def changes(
         for tree in (then["settings"], now)
     )
     before["tasks played"], after["tasks played"] = then["tasks"], tasks
-    names = dict.fromkeys([*before, *after])
+    is_compared = lambda name: same_torch or not name.endswith("network.sha256")  # noqa: E731
+    names = dict.fromkeys(filter(is_compared, [*before, *after]))
     missing = object()
     texts = {name: (before.get(name, missing), after.get(name, missing)) for name in names}
     return [
@@ -114,6 +121,7 @@ def _structure(network: nn.Module) -> dict[str, Any]:
     """The class of a network, the number of its parameters, and a hash of its layers and of the shapes in them."""
     tensors = [*network.named_parameters(), *network.named_buffers()]
     layers = [(name, name_of(type(layer)), layer.extra_repr()) for name, layer in network.named_modules()]
+    # Torch prints other arguments of the same layer in other versions; `changes` compares hashes of one version.
     shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
     return {
         "class": name_of(type(network)),

@@ -301,7 +301,9 @@ def experiment_file(
 def _check_unchanged(then: Config, plan: Plan) -> None:
     """Raise ValueError if the experiment has changed; print a note if the machine or the software has."""
     what = f"the preset {then['experiment']!r}" if then["file"] is None else str(plan.source.file)
-    changed = changes(then, plan.description, plan.tasks, plan.experiment, plan.methods)
+    versions = then["versions"] if isinstance(then["versions"], dict) else {}
+    same_torch = versions.get("torch") == machine.versions()["torch"]
+    changed = changes(then, plan.description, plan.tasks, plan.experiment, plan.methods, same_torch)
     if changed:
         raise ValueError(f"{what} has changed since the run began: {'; '.join(changed)}; start a new run")
     check_code(what, then, plan.source)

@@ -248,6 +248,18 @@ def test_a_preset_that_has_changed_is_refused(presets, tmp_path, monkeypatch):
         resume_experiment(tmp_path / "run")
 
 
+def test_networks_that_another_version_of_torch_prints_otherwise_are_the_same(presets, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    run_experiment(RunOptions("tiny", ("toe",), seeds=1), folder)
+    monkeypatch.setattr(torch.nn.Linear, "extra_repr", lambda self: "printed otherwise")
+    with pytest.raises(ValueError, match=r"network\.sha256 was"):
+        resume_experiment(folder)
+    config = json.loads((folder / "config.json").read_bytes())
+    config["versions"]["torch"] = "2.11.0"
+    (folder / "config.json").write_text(json.dumps(config))
+    resume_experiment(folder)
+
+
 def test_another_machine_is_named(presets, tmp_path, capsys):
     folder = tmp_path / "run"
     run_experiment(RunOptions("tiny", ("toe",), seeds=1), folder)
