@@ -260,6 +260,7 @@ def compiling() -> Iterator[None]:
     """
     import torch._dynamo.config  # takes a second, which eager programs save
 
+    use_project_cache()
     limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024, allow_rnn=True)
     with limits, plain_attention(), bundled(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

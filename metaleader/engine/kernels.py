@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 _log = logging.getLogger("metaleader")
 # The number of kernels of a file: a file costs half a second, a kernel a tenth. Fixed, so that files can be kept.
 BUNDLE = 24
@@ -146,12 +148,40 @@ def _cache() -> Any:
     return Cache
 
 
+def affine_stride(index: Any, var: Any) -> Any:
+    """The stride of an index in a variable if it is affine in it; None for other indices."""
+    import sympy
+
+    total = sympy.S.Zero
+    for term in sympy.Add.make_args(index):
+        if not term.has(var):
+            continue
+        factor, rest = term.as_coeff_Mul()
+        if rest != var:
+            return None
+        total += factor
+    return total
+
+
 @functools.cache
 def _install() -> None:
-    """Let torch's loader of generated code, which passes on one kernel after the other, collect them."""
-    from torch._inductor.async_compile import AsyncCompile
+    """Change two functions of Inductor.
 
-    add, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+    Its loader of generated code, which passes on one kernel after the other, collects them. The strides of affine
+    indices are read off: computing them by `sympy.simplify` takes an eighth of the time without the C++ compiler.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codegen import cpp
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    def test_instructions() -> None:
+        with contextlib.suppress(Exception):  # the same call in the calling thread says so
+            pick_vec_isa()
+
+    if not torch.cuda.is_available():
+        # It compiles programs that test the processor, which takes seconds; the recording goes on meanwhile.
+        threading.Thread(target=test_instructions, daemon=True).start()
+    add, wait, stride_of = AsyncCompile.cpp_pybinding, AsyncCompile.wait, cpp.stride_at_vec_range
 
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
         if not getattr(_active, "on", False):
@@ -166,4 +196,9 @@ def _install() -> None:
                 scope[name] = value.bundle.kernels[value.index]
         wait(self, scope)
 
+    def stride_at_vec_range(index: Any, var: Any, vec_length: int | None = None) -> Any:
+        stride = affine_stride(index, var)
+        return stride_of(index, var, vec_length) if stride is None else stride
+
     AsyncCompile.cpp_pybinding, AsyncCompile.wait = cpp_pybinding, wait_for_bundle  # pyright: ignore
+    cpp.stride_at_vec_range = stride_at_vec_range
