@@ -14,7 +14,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -71,12 +71,14 @@ class CompiledGradient:
             if linearise:
                 before = {name: value.requires_grad_() for name, value in before.items()}
             with torch.set_grad_enabled(linearise):
-                found = self._gradients({n: before[n] for n in theta}, {n: before[n] for n in fixed}, batch, noise_at(s))
+                found = self._gradients(
+                    {n: before[n] for n in theta}, {n: before[n] for n in fixed}, batch, noise_at(s)
+                )
             return before, *found
 
         def step(s: int, theta: Params) -> tuple[Params, Any]:
             before, _, gradient = gradients(theta, support, s, not inner.first_order)
-            after = {name: moved(value, gradient[name].detach(), rates[name]) for name, value in theta.items()}
+            after = stepped(theta, {name: value.detach() for name, value in gradient.items()}, rates)
             return after, None if inner.first_order else (before, gradient)
 
         def query_gradient(theta: Params) -> tuple[Tensor, Any]:
@@ -94,14 +96,17 @@ class CompiledGradient:
                 before, _, gradient = gradients(theta, support, s, True)
             else:
                 before, gradient = saved
-            scaled = {name: value * _wide(rates[name], value) for name, value in lam.items()}
             inputs = [before[name] for name in (*moving, *fixed)]
+            # H is linear: one step size for all tensors is applied to the product, which saves writing D lambda.
+            one_rate = _one_rate(rates)
+            scaled = {n: v if one_rate else v * _wide(rates[n], v) for n, v in lam.items()}
             products = torch.autograd.grad(
                 [gradient[n] for n in moving], inputs, [scaled[n] for n in moving], materialize_grads=True
             )
             by_name = dict(zip((*moving, *fixed), products, strict=True))
             by_name |= {LOG_LR + n: (gradient[n].detach() * scaled[n]).flatten(1).sum(1) for n in learned}
-            return tuple({name: value - by_name[name] for name, value in tree.items()} for tree in (lam, lam_fixed))
+            alphas = dict.fromkeys(by_name, one_rate or 1.0)
+            return stepped(lam, by_name, alphas), stepped(lam_fixed, by_name, alphas)
 
         theta = {name: value.unsqueeze(1) for name, value in moving.items()}
         theta = {name: value.expand(-1, num_tasks, *value.shape[2:]).contiguous() for name, value in theta.items()}
@@ -113,9 +118,7 @@ class CompiledGradient:
             lam = {name: value.sum(1) for name, value in lam.items()}
         return losses, {name: (lam | lam_fixed)[name] for name in params}
 
-    def _task_gradients(
-        self, theta: Params, fixed: Params, batch: Any, noise: Tensor | None
-    ) -> tuple[Tensor, Params]:
+    def _task_gradients(self, theta: Params, fixed: Params, batch: Any, noise: Tensor | None) -> tuple[Tensor, Params]:
         """The loss of each task, (learners, tasks), and its gradient with respect to the parameters of the task."""
 
         def one_task(theta: Params, fixed: Params, batch: Any, *noise: Tensor) -> tuple[Params, Tensor]:
@@ -141,11 +144,21 @@ class CompiledGradient:
         return losses, lam, lam_fixed
 
 
-def moved(value: Tensor, gradient: Tensor, rate: float | Tensor) -> Tensor:
-    """One gradient step of a parameter of several learners; a learned step size is (learners,)."""
-    if not isinstance(rate, Tensor):
-        return torch.sub(value, gradient, alpha=rate)
-    return value - _wide(rate, value) * gradient
+def stepped(theta: Params, gradient: Params, rates: Mapping[str, float | Tensor]) -> Params:
+    """A gradient step of several learners, theta - D g(theta); learned step sizes are (learners,)."""
+    one_rate = _one_rate(rates)
+    if not theta or one_rate is None:
+        return {name: value - _wide(rates[name], value) * gradient[name] for name, value in theta.items()}
+    subtract = torch._foreach_sub  # pyright: ignore[reportPrivateImportUsage]
+    values = subtract(list(theta.values()), [gradient[name] for name in theta], alpha=one_rate)
+    return dict(zip(theta, values, strict=True))
+
+
+def _one_rate(rates: Mapping[str, float | Tensor]) -> float | None:
+    """The step size of all tensors, if it is one number and not 0."""
+    first = next(iter(rates.values()), None)
+    same = not isinstance(first, Tensor) and all(rate is first or rate == first for rate in rates.values())
+    return first or None if same else None  # pyright: ignore[reportReturnType]
 
 
 def _wide(rate: float | Tensor, like: Tensor) -> float | Tensor:

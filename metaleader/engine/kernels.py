@@ -133,7 +133,8 @@ def _loader(source: str) -> Callable[[], Any]:
 
     # Precompiling the headers takes as long as four files; debugging information a sixth of a kernel's time.
     unused = ("cpp_cache_precompile_headers", "aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer")
-    with config.patch({name: False for name in unused if name in config._config}):
+    known = config.get_config_copy()  # older versions of torch have fewer settings
+    with config.patch({name: False for name in unused if name in known}):
         return _cache().load_async(source)
 
 
@@ -181,7 +182,8 @@ def _install() -> None:
     if not torch.cuda.is_available():
         # It compiles programs that test the processor, which takes seconds; the recording goes on meanwhile.
         threading.Thread(target=test_instructions, daemon=True).start()
-    add, wait, stride_of = AsyncCompile.cpp_pybinding, AsyncCompile.wait, cpp.stride_at_vec_range
+    add, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+    stride_of = cpp.stride_at_vec_range  # pyright: ignore[reportPrivateImportUsage]
 
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
         if not getattr(_active, "on", False):
@@ -201,4 +203,4 @@ def _install() -> None:
         return stride_of(index, var, vec_length) if stride is None else stride
 
     AsyncCompile.cpp_pybinding, AsyncCompile.wait = cpp_pybinding, wait_for_bundle  # pyright: ignore
-    cpp.stride_at_vec_range = stride_at_vec_range
+    cpp.stride_at_vec_range = stride_at_vec_range  # pyright: ignore[reportPrivateImportUsage]
