@@ -36,10 +36,11 @@ from metaleader.tasks import Batch, ClassBatch, tensors_of
 Mode = Literal["auto", "eager", "graphed", "compiled", "captured"]
 
 _log = logging.getLogger("metaleader")
-# Below these numbers of planned updates, compiling takes longer than it saves. On the CPU, an MLP takes 8 s to compile
-# and saves 3 ms per update. On a GPU, compiling saves 6 ms per update of a transformer already replayed as a CUDA graph
-# and takes 68 s; 16 ms of a GRU, and 136 s.
-_WORTH_COMPILING = {"cpu": 3000, "cuda": 10_000}
+# Below these numbers of planned updates, compiling takes longer than it saves. On the CPU, an MLP takes 16 s to compile
+# and saves 7 ms per update; larger networks pay earlier, a GRU from 1,000 and a ViT from 50 updates. On a GPU,
+# compiling saves 6 ms per update of a transformer already replayed as a CUDA graph and takes 68 s; 16 ms of a GRU, and
+# 136 s.
+_WORTH_COMPILING = {"cpu": 2000, "cuda": 10_000}
 # The mode in which a program runs next if it fails in a mode
 _FALLBACK: dict[Mode, Mode] = {"captured": "graphed", "graphed": "eager", "compiled": "eager"}
 # The number of calls of `observe` by which a learner in a user's own loop estimates its number of updates
