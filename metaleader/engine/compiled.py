@@ -14,7 +14,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,22 +23,25 @@ from torch.func import grad, grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from metaleader.engine.determinism import tf32
-from metaleader.engine.objective import Objective, learned_rates, without_rates
+from metaleader.engine.kernels import bundled
+from metaleader.engine.objective import LOG_LR, Objective, learned_rates, without_rates
 from metaleader.gradient.adjoint import adjoint
 from metaleader.gradient.attention import plain_attention
-from metaleader.gradient.meta import inner_gradient, inner_step, sum_over_chunks
+from metaleader.gradient.meta import inner_gradient, sum_over_chunks
 from metaleader.gradient.selection import Params, split, step_sizes
 from metaleader.system.machine import cache_folder
 
 
 class CompiledGradient:
-    """The meta-gradient by compiled functions; every tensor has leading learner and task dimensions."""
+    """The meta-gradient by compiled functions; every tensor has leading learner and task dimensions.
+
+    One function, the gradients of tasks that have parameters of their own, serves for all inner steps and for the query
+    gradient, so torch compiles it and its backward function only.
+    """
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
-        # The first step starts from parameters that all tasks share.
-        self._first_step = compile_whole(functools.partial(self._step, shared=True))
-        self._later_step = compile_whole(functools.partial(self._step, shared=False))
+        self._gradients = compile_whole(self._task_gradients)
         self._query = compile_whole(functools.partial(self._query_gradient, shared=objective.inner.steps == 0))
 
     @torch.no_grad()
@@ -55,54 +58,76 @@ class CompiledGradient:
     def _sums(self, params: Params, support: Any, query: Any, noise: Tensor | None = None) -> tuple[Tensor, Params]:
         """Sums over tasks of the losses and the gradients."""
         inner = self.objective.inner
+        num_tasks = tree_leaves(query)[0].shape[1]
         moving, fixed = split(without_rates(params), inner.only)
-        # Learned step sizes are parameters that do not move.
-        fixed |= {name: value for name, value in params.items() if name not in moving | fixed}
+        learned = learned_rates(params)
+        rates = learned or step_sizes(inner.lr, moving)
+        same_shapes = [leaf.shape for leaf in tree_leaves(support)] == [leaf.shape for leaf in tree_leaves(query)]
         noise_at = lambda s: None if noise is None else noise[:, s]  # noqa: E731
 
-        def linearise(s: int, theta: Params) -> tuple[Params, Params]:
-            """The leaves of an inner step, and its result with the graph between them."""
+        def gradients(theta: Params, batch: Any, s: int, linearise: bool) -> tuple[Params, Tensor, Params]:
+            """The leaves of evaluation s, the losses and the gradients of all tasks, with the graph between them."""
             before = {name: value.detach() for name, value in (theta | fixed).items()}
-            if not inner.first_order:
+            if linearise:
                 before = {name: value.requires_grad_() for name, value in before.items()}
-            step = self._first_step if s == 0 else self._later_step
-            with torch.set_grad_enabled(not inner.first_order):
-                after = step({n: before[n] for n in theta}, {n: before[n] for n in fixed}, support, noise_at(s))
-            return before, after
+            with torch.set_grad_enabled(linearise):
+                found = self._gradients(
+                    {n: before[n] for n in theta}, {n: before[n] for n in fixed}, batch, noise_at(s)
+                )
+            return before, *found
 
         def step(s: int, theta: Params) -> tuple[Params, Any]:
-            before, after = linearise(s, theta)
-            return {n: v.detach() for n, v in after.items()}, None if inner.first_order else (before, after)
+            before, _, gradient = gradients(theta, support, s, not inner.first_order)
+            after = stepped(theta, {name: value.detach() for name, value in gradient.items()}, rates)
+            return after, None if inner.first_order else (before, gradient)
 
         def query_gradient(theta: Params) -> tuple[Tensor, Any]:
-            losses, lam, lam_fixed = self._query(theta, fixed, query, noise_at(inner.steps))
-            return losses, (lam, lam_fixed)
+            zeros = {LOG_LR + name: torch.zeros_like(rate) for name, rate in learned.items()}
+            if fixed or not inner.steps:
+                losses, lam, lam_fixed = self._query(theta, fixed, query, noise_at(inner.steps))
+                return losses, (lam, lam_fixed | zeros)
+            # With a graph that is not used, the code compiled for the inner steps is used again.
+            _, losses, lam = gradients(theta, query, inner.steps, same_shapes and not inner.first_order)
+            return losses.detach().sum(1), ({name: value.detach() for name, value in lam.items()}, zeros)
 
         def pullback(s: int, theta: Params, saved: Any, after: Params, lambdas: Any) -> Any:
             lam, lam_fixed = lambdas
-            before, after = saved or linearise(s, theta)
-            inputs = [before[name] for name in moving] + [before[name] for name in fixed]
+            if saved is None:
+                before, _, gradient = gradients(theta, support, s, True)
+            else:
+                before, gradient = saved
+            inputs = [before[name] for name in (*moving, *fixed)]
+            # H is linear: one step size for all tensors is applied to the product, which saves writing D lambda.
+            one_rate = _one_rate(rates)
+            scaled = {n: v if one_rate else v * _wide(rates[n], v) for n, v in lam.items()}
             products = torch.autograd.grad(
-                [after[n] for n in moving], inputs, [lam[n] for n in moving], allow_unused=True
+                [gradient[n] for n in moving], inputs, [scaled[n] for n in moving], materialize_grads=True
             )
-            of_fixed = dict(zip(fixed, products[len(moving) :], strict=True))
-            lam_fixed = {n: v if of_fixed[n] is None else v + of_fixed[n] for n, v in lam_fixed.items()}
-            return dict(zip(moving, products[: len(moving)], strict=True)), lam_fixed
+            by_name = dict(zip((*moving, *fixed), products, strict=True))
+            by_name |= {LOG_LR + n: (gradient[n].detach() * scaled[n]).flatten(1).sum(1) for n in learned}
+            alphas = dict.fromkeys(by_name, one_rate or 1.0)
+            return stepped(lam, by_name, alphas), stepped(lam_fixed, by_name, alphas)
 
+        theta = {name: value.unsqueeze(1) for name, value in moving.items()}
+        theta = {name: value.expand(-1, num_tasks, *value.shape[2:]).contiguous() for name, value in theta.items()}
         back = None if inner.first_order else pullback
-        losses, (lam, lam_fixed) = adjoint(moving, inner.steps, step, query_gradient, back, inner.every_step)
-        if inner.first_order and inner.steps:
+        losses, (lam, lam_fixed) = adjoint(
+            theta if inner.steps else moving, inner.steps, step, query_gradient, back, inner.every_step
+        )
+        if inner.steps:
             lam = {name: value.sum(1) for name, value in lam.items()}
         return losses, {name: (lam | lam_fixed)[name] for name in params}
 
-    def _step(self, theta: Params, fixed: Params, support: Any, noise: Tensor | None, shared: bool) -> Params:
-        def one_task(theta: Params, fixed: Params, support: Any, *noise: Tensor) -> Params:
-            rates = learned_rates(fixed) or step_sizes(self.objective.inner.lr, theta)
-            return inner_step(self.objective.network.loss_fn, theta, fixed, rates, support, *noise)
+    def _task_gradients(self, theta: Params, fixed: Params, batch: Any, noise: Tensor | None) -> tuple[Tensor, Params]:
+        """The loss of each task, (learners, tasks), and its gradient with respect to the parameters of the task."""
+
+        def one_task(theta: Params, fixed: Params, batch: Any, *noise: Tensor) -> tuple[Params, Tensor]:
+            return grad_and_value(lambda m: self.objective.network.loss_fn({**fixed, **m}, batch, *noise))(theta)
 
         extra = () if noise is None else (noise,)
-        over_tasks = vmap(one_task, in_dims=(None if shared else 0, None, 0) + (0,) * len(extra))
-        return vmap(over_tasks)(theta, fixed, support, *extra)
+        over_tasks = vmap(one_task, in_dims=(0, None, 0) + (0,) * len(extra))
+        gradient, losses = vmap(over_tasks)(theta, fixed, batch, *extra)
+        return losses, gradient
 
     def _query_gradient(
         self, theta: Params, fixed: Params, query: Any, noise: Tensor | None, shared: bool
@@ -117,6 +142,28 @@ class CompiledGradient:
         extra = () if noise is None else (noise,)
         (lam, lam_fixed), losses = vmap(grad_and_value(total, argnums=(0, 1)))(theta, fixed, query, *extra)
         return losses, lam, lam_fixed
+
+
+def stepped(theta: Params, gradient: Params, rates: Mapping[str, float | Tensor]) -> Params:
+    """A gradient step of several learners, theta - D g(theta); learned step sizes are (learners,)."""
+    one_rate = _one_rate(rates)
+    if not theta or one_rate is None:
+        return {name: value - _wide(rates[name], value) * gradient[name] for name, value in theta.items()}
+    subtract = torch._foreach_sub  # pyright: ignore[reportPrivateImportUsage]
+    values = subtract(list(theta.values()), [gradient[name] for name in theta], alpha=one_rate)
+    return dict(zip(theta, values, strict=True))
+
+
+def _one_rate(rates: Mapping[str, float | Tensor]) -> float | None:
+    """The step size of all tensors, if it is one number and not 0."""
+    first = next(iter(rates.values()), None)
+    same = not isinstance(first, Tensor) and all(rate is first or rate == first for rate in rates.values())
+    return first or None if same else None  # pyright: ignore[reportReturnType]
+
+
+def _wide(rate: float | Tensor, like: Tensor) -> float | Tensor:
+    """A step size that can be multiplied with tensors of several learners."""
+    return rate.view(-1, *[1] * (like.ndim - 1)) if isinstance(rate, Tensor) else rate
 
 
 def check_curvature(objective: Objective, params: Params, support: Any, noise: Tensor | None) -> None:
@@ -226,7 +273,8 @@ def compiling() -> Iterator[None]:
     """
     import torch._dynamo.config  # takes a second, which eager programs save
 
+    use_project_cache()
     limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024, allow_rnn=True)
-    with limits, plain_attention(), warnings.catch_warnings():
+    with limits, plain_attention(), bundled(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

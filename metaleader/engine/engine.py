@@ -34,11 +34,12 @@ from metaleader.system.text import short_text
 from metaleader.tasks import Batch, ClassBatch, tensors_of
 
 _log = logging.getLogger("metaleader")
-# Below these numbers of planned updates, compiling takes longer than it saves. On the CPU, an MLP takes 8 s to compile
-# and saves 3 ms per update. On a GPU, compiling saves 6 ms per update of a transformer already replayed as a CUDA graph
-# and takes 68 s; 16 ms of a GRU, and 136 s.
-_WORTH_COMPILING = {"cpu": 3000, "cuda": 10_000}
-# On the CPU, the kernel of a multilayer perceptron takes a second to compile and saves 6 ms per update.
+# Below these numbers of planned updates, compiling takes longer than it saves. On the CPU, a network as small as an MLP
+# takes 16 s to compile and saves 7 ms per update; larger networks pay earlier, a GRU from 1,000 and a ViT from 50
+# updates. On a GPU, compiling saves 6 ms per update of a transformer already replayed as a CUDA graph and takes 68 s;
+# 16 ms of a GRU, and 136 s.
+_WORTH_COMPILING = {"cpu": 2000, "cuda": 10_000}
+# On the CPU, the kernel of a multilayer perceptron takes a second to compile and saves 7 ms per update.
 _WORTH_KERNELS = 200
 # The number of calls of `observe` by which a learner in a user's own loop estimates its number of updates
 _ASSUMED_OBSERVES = 50

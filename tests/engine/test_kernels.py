@@ -1,0 +1,85 @@
+"""C++ kernels built together: the same results as kernels built one by one."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import sympy
+import torch
+from torch import Tensor
+from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
+from torch._inductor.sizevars import stride_at_vec_range
+from torch._inductor.utils import fresh_cache
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+from metaleader.engine import kernels
+from metaleader.engine.kernels import Bundle, affine_stride, bundled
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),
+    pytest.mark.filterwarnings("ignore:.*lru_cache.*:UserWarning"),
+]
+X, Y = sympy.symbols("x y", integer=True)
+SOURCE = """
+#include <cstdint>
+extern "C"  void  kernel(const float* in_ptr0, float* out_ptr0)
+{
+    out_ptr0[0] = in_ptr0[0];
+}
+"""
+
+
+def several_kernels(x: Tensor) -> list[Tensor]:
+    """Three matrix products, so at least four kernels."""
+    results = []
+    for i in range(3):
+        x = torch.sin(x + i) @ x
+        results.append(torch.softmax(x, 0) + x.sum(1))
+    return results
+
+
+def test_bundled_kernels_equal_those_built_alone(inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "BUNDLE", 3)
+    x = torch.linspace(-1, 1, 400).view(20, 20)
+    found, files = [], []
+    for context in (bundled, contextlib.nullcontext):
+        torch.compiler.reset()
+        with fresh_cache() as _, context():
+            found.append(torch.compile(several_kernels, fullgraph=True)(x))
+            files.append(len(CppPythonBindingsCodeCache.cache))
+            PyCodeCache.cache_clear()
+    for one, alone, exact in zip(*found, several_kernels(x.double()), strict=True):
+        assert torch.equal(one, alone)
+        torch.testing.assert_close(one.double(), exact, rtol=1e-5, atol=1e-5)
+    assert files[0] == 0  # none was built by itself
+    assert files[1] > 3
+    torch.compiler.reset()
+
+
+def test_kernels_that_take_numbers_are_built_alone() -> None:
+    bundle = Bundle()
+    assert bundle.add(["const float*", "float*"], SOURCE) == 0
+    assert bundle.add(["const float*", "const int64_t"], SOURCE) is None
+    assert bundle.add(["float*"], SOURCE.replace("kernel(", "other(")) is None
+    assert bundle.add(["const float*", "float*"], SOURCE) == 1
+
+
+def test_a_broken_kernel_is_an_error(inductor: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    bundle = Bundle()
+    bundle.add(["const float*", "float*"], SOURCE.replace("in_ptr0[0]", "missing"))
+    with pytest.raises(Exception, match="missing"):
+        _ = bundle.kernels
+
+
+@pytest.mark.parametrize(
+    "index",
+    [32 * X + Y + 640, X, Y, sympy.Integer(3), -X + 7 * Y, FloorDiv(Y, 3) + 5 * X, 2 * X + ModularIndexing(Y, 2, 5)],
+)
+def test_affine_strides_equal_those_of_sympy(index: sympy.Expr) -> None:
+    assert affine_stride(index, X) == stride_at_vec_range(index, X, 16)
+
+
+@pytest.mark.parametrize("index", [X * Y, X**2, FloorDiv(X, 2) + X, ModularIndexing(X, 1, 8)])
+def test_other_indices_have_no_affine_stride(index: sympy.Expr) -> None:
+    assert affine_stride(index, X) is None
