@@ -12,12 +12,13 @@ from typing import Any, Literal, Self
 from metaleader.learners.data import checked_batch, inputs_of
 from metaleader.learners.learner import Learner
 from metaleader.live import checkpoints
-from metaleader.live.calls import Codec, Observe, Predict, Readmit, Updates, digest, fingerprint
+from metaleader.live.calls import Observe, Predict, Readmit, Updates, digest, fingerprint
 from metaleader.live.errors import ConflictError, UnknownPredictionError
-from metaleader.live.folder import check_folder, check_new, check_room
+from metaleader.live.folder import check_folder, check_new
 from metaleader.live.opening import built, check_numbers, locked
-from metaleader.live.recovery import first_records, open_folder, predictions_of
+from metaleader.live.recovery import open_folder
 from metaleader.live.repair import repair_journal
+from metaleader.live.rewriting import forget, is_recorded, rewrite
 from metaleader.live.runner import Runner
 from metaleader.live.together import Together
 from metaleader.live.updater import Updater
@@ -210,15 +211,17 @@ class Session:
     def forget(self, task: str) -> None:
         """Delete all data of a task for good: from memory, and from the files, which are written anew.
 
-        What updates have learned from the data stays in the parameters. Backups made before keep the data.
+        That includes inputs of predictions that wait for their targets, and data that limits of memory have dropped but
+        the journal still has. For a task that the learner has no data of, the journal is searched, which reads all of
+        it. What updates have learned from the data stays in the parameters. Backups made before keep the data.
 
         Raises:
-            ValueError: for a task without data.
+            ValueError: for a task that neither the learner nor the files have data of.
             OSError: if the disk has no room for the new files; nothing has changed then.
         """
         self._check()
-        with self._updater.paused():
-            self._writer.run(lambda: self._rewrite(str(task)))
+        name = str(task)
+        self._rewrite(forget, name, name in self.learner.tasks or is_recorded(self.folder, name))
 
     def compact(self) -> None:
         """Write the files anew without data that the learner no longer keeps, because of its limits of memory.
@@ -229,29 +232,16 @@ class Session:
         Raises:
             OSError: if the disk has no room for the new files; nothing has changed then.
         """
+        self._rewrite(rewrite)
+
+    def _rewrite(self, function: Callable[..., None], *arguments: Any) -> None:
+        def run() -> None:
+            function(self.folder, self._journal, self._ledger, self._writer, *arguments)
+            self._updater.checkpoint = self._ledger.number
+
         self._check()
         with self._updater.paused():
-            self._writer.run(self._rewrite)
-
-    def _rewrite(self, forgotten: str | None = None) -> None:
-        ledger, codec = self._ledger, Codec()
-        waiting = predictions_of(ledger, self._journal, self._writer.codec)
-        kept = [call for call in waiting if call.task != forgotten]
-        check_room(self.folder, 3 * self._journal.bytes, "compact" if forgotten is None else "forget")
-        if forgotten is not None:
-            ledger.learner.forget(forgotten)
-        try:
-            ledger.refused = []
-            self._journal.replace(first_records(ledger, codec, self._journal.last + 1, kept))
-            self._writer.codec = codec
-            for path in checkpoints.paths(self.folder):
-                path.unlink()
-            sync_folder(self.folder)
-        except BaseException as error:
-            # The learner has forgotten the task, but the files may not have.
-            self._writer.failure = error
-            raise
-        self._updater.checkpoint = ledger.number
+            self._writer.run(run)
 
     def readmit(self, task: str) -> None:
         """Draw a task again that was set aside, as `Learner.readmit`."""

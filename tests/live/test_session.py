@@ -262,6 +262,32 @@ def test_a_forgotten_task_is_nowhere(tmp_path, mode):
     assert not _holds(tmp_path / "killed", b"secret name", secret[0])
 
 
+def test_inputs_without_targets_are_forgotten(tmp_path):
+    secret = torch.full((3, 2), 12345.678)
+    with Session(tmp_path, make) as session:
+        session.remember(secret, task="secret name", name="order 1")
+        assert _holds(tmp_path, b"secret name", secret)
+        session.forget("secret name")
+        assert not _holds(tmp_path, b"secret name", secret)
+        with pytest.raises(UnknownPredictionError):
+            session.label("order 1", torch.zeros(3, 1))
+
+
+def test_data_that_limits_have_dropped_is_forgotten(tmp_path):
+    secret = torch.full((3, 2), 12345.678), torch.full((3, 1), 0.5)
+    with Session(tmp_path, lambda: make(max_tasks=2), updates="inline") as session:
+        session.observe(*secret, task="secret name", update=False)
+        for i in range(2):
+            session.observe(*batch(i), task=f"customer {i}")
+        state = session.learner.state_dict()
+        assert "secret name" not in session.learner.tasks
+        session.forget("secret name")
+        assert not _holds(tmp_path, b"secret name", secret[0])
+        assert same_state(session.learner, plain_learner_of(state))
+        with pytest.raises(ValueError, match="no data of task 'secret name'"):
+            session.forget("secret name")
+
+
 def _holds(folder, name, x):
     data = b"".join(path.read_bytes() for path in folder.iterdir() if path.is_file())
     return name in data or x[0, :1].numpy().tobytes() * 2 in data
