@@ -186,17 +186,20 @@ class Session:
     def remember(self, x: Tree, *, task: str, name: str) -> None:
         """Store inputs whose targets come later by `label`, as `predict` does with a name; the task may have no data.
 
+        Calling again with the same name and inputs has no effect, also when the prediction has its targets.
+
         Raises:
             ValueError: for a name that was used for other inputs.
         """
         self._check()
         key = digest("prediction", str(name))
         call = Predict(str(task), inputs_of(self.learner, x, "remember"), key)
-        before = self._writer.run(lambda: self._waiting(key))
-        if before is not None and fingerprint(before) != fingerprint(call):
-            raise ConflictError(f"the name {name!r} was used for another prediction; use one name per prediction")
-        if before is None and key not in self._ledger.keys:
+        waiting = self._writer.run(lambda: self._waiting(key))
+        before = self._ledger.keys.get(key) if waiting is None else fingerprint(waiting)
+        if before is None:
             self._writer.submit(call)
+        elif before != fingerprint(call):
+            raise ConflictError(f"the name {name!r} was used for another prediction; use one name per prediction")
 
     def predict_many(self, xs: Mapping[str, Tree]) -> dict[str, Any]:
         """Predictions for several tasks at once, as `Learner.predict_many`."""

@@ -221,9 +221,15 @@ def test_inputs_of_a_task_without_data_are_remembered(tmp_path):
             session.label("order 2", y)
         assert session.label("order 1", y) is True
         assert session.label("order 1", y) is False
-        session.remember(x, task="new", name="order 1")
-        assert session.status()["predictions"] == 0
-        assert session.learner.tasks == {"new": ROWS}
+    for rewrites in (False, True):  # the name is known after a restart, and after the journal was written anew
+        with Session(tmp_path, make) as session:
+            session.remember(x, task="new", name="order 1")
+            assert session.status()["predictions"] == 0
+            assert session.learner.tasks == {"new": ROWS}
+            with pytest.raises(ConflictError, match="name 'order 1' was used for another prediction"):
+                session.predict(x + 1, "new", name="order 1")
+            if not rewrites:
+                session.compact()
 
 
 def test_predictions_of_many_tasks(tmp_path):
