@@ -24,7 +24,7 @@ from metaleader.live.together import Together
 from metaleader.live.updater import Updater
 from metaleader.live.writer import Writer
 from metaleader.system.files import make_folder, sync_folder, write_atomic
-from metaleader.tasks import Tree
+from metaleader.tasks import Tree, as_name
 
 _log = logging.getLogger("metaleader")
 Mode = Literal["background", "process", "thread", "inline"]
@@ -125,7 +125,7 @@ class Session:
             OSError: if the journal cannot be written; on a full disk nothing has changed.
         """
         self._check()
-        return self._observe(x, y, str(task), None if key is None else digest("key", str(key)), update)
+        return self._observe(x, y, as_name(task), None if key is None else digest("key", as_name(key, "a key")), update)
 
     def label(self, prediction: str, y: Tree) -> bool:
         """Give the targets of a prediction, which is then an observation of its task.
@@ -141,7 +141,7 @@ class Session:
             ValueError: if there is no such prediction, or the learner refuses the targets.
         """
         self._check()
-        key = digest("prediction", str(prediction))
+        key = digest("prediction", as_name(prediction, "the name of a prediction"))
         call = self._writer.run(lambda: self._waiting(key))
         if call is not None:
             return self._observe(call.x, y, call.task, key, True)
@@ -176,9 +176,8 @@ class Session:
             ValueError: for a task without data, inputs that the model refuses, or a name that was used for others.
         """
         self._check()
-        prediction = (
-            self.learner.predict(x, task=str(task), variance=True) if variance else self._together.predict(x, str(task))
-        )
+        task = as_name(task)
+        prediction = self.learner.predict(x, task, variance=True) if variance else self._together.predict(x, task)
         if name is not None:
             self.remember(x, task=task, name=name)
         return prediction
@@ -192,8 +191,8 @@ class Session:
             ValueError: for a name that was used for other inputs.
         """
         self._check()
-        key = digest("prediction", str(name))
-        call = Predict(str(task), inputs_of(self.learner, x, "remember"), key)
+        key = digest("prediction", as_name(name, "the name of a prediction"))
+        call = Predict(as_name(task), inputs_of(self.learner, x, "remember"), key)
         waiting = self._writer.run(lambda: self._waiting(key))
         before = self._ledger.keys.get(key) if waiting is None else fingerprint(waiting)
         if before is None:
@@ -223,7 +222,7 @@ class Session:
             OSError: if the disk has no room for the new files; nothing has changed then.
         """
         self._check()
-        name = str(task)
+        name = as_name(task)
         self._rewrite(forget, name, name in self.learner.tasks or is_recorded(self.folder, name))
 
     def compact(self) -> None:
@@ -249,9 +248,10 @@ class Session:
     def readmit(self, task: str) -> None:
         """Draw a task again that was set aside, as `Learner.readmit`."""
         self._check()
-        if str(task) not in self.learner.set_aside:
-            self.learner.readmit(str(task))  # raises the error
-        self._writer.submit(Readmit(str(task)))
+        name = as_name(task)
+        if name not in self.learner.set_aside:
+            self.learner.readmit(name)  # raises the error
+        self._writer.submit(Readmit(name))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the updates for all data so far are made; False if `timeout` seconds are not enough."""

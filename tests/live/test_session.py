@@ -184,6 +184,24 @@ def _run(threads):
         thread.join()
 
 
+def test_names_that_are_no_text_are_refused(tmp_path):
+    x, y = batch(1)
+    with Session(tmp_path, make) as session:
+        for name in (None, float("nan"), 1.0):
+            for call in (
+                lambda name=name: session.observe(x, y, task=name),
+                lambda name=name: session.remember(x, task=name, name="order 1"),
+                lambda name=name: session.predict(x, name),
+            ):
+                with pytest.raises(ValueError, match=r"the name of a task must be a string or an integer"):
+                    call()
+        with pytest.raises(ValueError, match="a key must be a string or an integer, got"):
+            session.observe(x, y, task="a", key=["event"])
+        assert session.observe(x, y, task=3, key=1) is True
+        assert session.observe(x, y, task="3", key="1") is False
+        assert session.learner.tasks == {"3": ROWS}
+
+
 def test_labels_come_later(tmp_path, mode):
     folder = tmp_path / "a"
     with filled(folder, mode) as session:
