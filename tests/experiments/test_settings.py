@@ -35,6 +35,18 @@ def test_they_are_listed_changed_and_searched(experiment):
         with_settings(experiment, ["bayes.adaptation.rank=-1"], ["bayes"])
 
 
+def test_the_settings_of_a_method_are_those_of_its_learner(experiment):
+    methods = {"toe": experiment.methods["toe"], "ftml": ml.Method(ml.FTML), "more": ml.Method(ml.FTML, meta_steps=7)}
+    experiment = dataclasses.replace(experiment, methods=methods, meta_steps=3)
+    listed = settings_of(experiment, list(methods))
+    for name, method in methods.items():
+        made = method(experiment.network, experiment.loss, meta_steps=experiment.meta_steps)
+        assert listed[f"{name}.meta_steps"] == made.options.meta_steps, name
+        assert f"{name}.data_folder" not in listed
+    with pytest.raises(ValueError, match="unknown setting of toe 'data_folder'"):
+        with_settings(experiment, ["toe.data_folder=/tmp"], list(methods))
+
+
 @dataclasses.dataclass(frozen=True)
 class Mine:
     rate: float = 0.5
