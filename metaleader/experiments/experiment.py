@@ -22,6 +22,10 @@ GROUPS = ("network", "stream", "loss")
 ALL = "all"
 
 
+class _Claims(tuple[Better, ...]):
+    """Claims whose sizes were checked when they were given; settings may change the sizes later."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """An experiment: a Python file that defines one is played by `metaleader run FILE`.
@@ -126,6 +130,8 @@ class Experiment:
 
     def sized(self, stream: TaskStream | Sequence[Task]) -> Experiment:
         """The experiment with the numbers of tasks and reveals of a stream where they are not given."""
+        if not len(stream):
+            raise ValueError("it has no tasks")
         tasks = len(stream) if self.tasks is None else self.tasks
         if self.reveals is not None:
             return self if tasks == self.tasks else replace(self, tasks=tasks)
@@ -139,6 +145,12 @@ class Experiment:
     def measured(self) -> tuple[int, ...]:
         """The sizes of D_t that are measured."""
         return tuple(self.measure_at) or tuple(range(self.reveal, self.reveal * (self.reveals or 1) + 1, self.reveal))
+
+    def _measures(self, size: int) -> bool:
+        """Whether a size of D_t is measured; sizes beyond all data are not known before the stream is read."""
+        if self.measure_at or self.reveals is not None:
+            return size in self.measured()
+        return size % self.reveal == 0
 
     def between(self) -> tuple[int, ...]:
         """The sizes of D_t that are measured between two reveals."""
@@ -163,7 +175,9 @@ class Experiment:
                 raise ValueError(f"the methods {other!r} and {name!r} have the same label {style['label']!r}")
 
     def _check_claims(self) -> None:
-        self._set("claims", tuple(self.claims) if isinstance(self.claims, Sequence) else (self.claims,))
+        if isinstance(self.claims, _Claims):
+            return
+        self._set("claims", _Claims(self.claims if isinstance(self.claims, Sequence) else (self.claims,)))
         for claim in self.claims:
             if not isinstance(claim, Better):
                 raise ValueError(f"claims must be made by better(...), got {_short(claim)}")
@@ -172,6 +186,12 @@ class Experiment:
                     raise ValueError(f"a claim names the method {name!r}; there are {', '.join(self.all_methods)}")
             if claim.at == "needed" and self.gamma is None:
                 raise ValueError("a claim at='needed' needs a threshold gamma")
+            if claim.at != "needed" and not self._measures(claim.at):
+                sizes = f"reveal={self.reveal}, reveals={self.reveals}, measure_at={list(self.measure_at)}"
+                raise ValueError(
+                    f"a claim is made at={claim.at} datapoints, which are not measured with {sizes}; change the claim"
+                    " or the sizes"
+                )
 
     def _check_panels(self) -> None:
         if self.reveals is None:

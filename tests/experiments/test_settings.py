@@ -47,6 +47,29 @@ def test_the_settings_of_a_method_are_those_of_its_learner(experiment):
         with_settings(experiment, ["toe.data_folder=/tmp"], list(methods))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "at"), [({}, 3), ({"reveals": None}, 3), ({}, 6), ({"measure_at": (1, 4)}, 2), ({"reveal": 3}, 4)]
+)
+def test_a_claim_at_a_size_that_is_not_measured_is_refused(sizes, at):
+    experiment = dataclasses.replace(tiny.tiny(), reveal=2, reveals=2, panels=(), before_at=None)
+    with pytest.raises(ValueError, match=f"a claim is made at={at} datapoints, which are not measured"):
+        dataclasses.replace(experiment, **sizes, claims=[ml.better("ftml", "toe", at=at)])
+
+
+def test_settings_may_change_the_sizes_of_claims():
+    """The claim is kept, and is undecided when the run has no records of its size."""
+    experiment = dataclasses.replace(
+        tiny.tiny(), reveal=2, reveals=2, panels=(), claims=[ml.better("ftml", "toe", at=4)]
+    )
+    changed = with_settings(experiment, ["reveal=3"], ["ftml", "toe"])
+    assert (changed.measured(), changed.claims) == ((3, 6), experiment.claims)
+
+
+def test_a_stream_without_tasks_is_refused():
+    with pytest.raises(ValueError, match="it has no tasks"):
+        tiny.tiny().sized([])
+
+
 @dataclasses.dataclass(frozen=True)
 class Mine:
     rate: float = 0.5
