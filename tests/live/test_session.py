@@ -1,5 +1,6 @@
 """Sessions: the learner's verbs, made durable."""
 
+import contextlib
 import logging
 import os
 import re
@@ -688,3 +689,15 @@ def test_methods_of_a_users_own_are_called(tmp_path):
         shutil.copytree(tmp_path / "a", tmp_path / "killed")
     with Session(tmp_path / "killed", make_mine) as session:
         assert same_state(session.learner, _loaded(make_mine(), state))
+
+
+def test_a_folder_that_was_deleted_stores_nothing(tmp_path, mode):
+    folder = tmp_path / "a"
+    session = Session(folder, make, updates=mode)
+    assert session.observe(*batch(1), task="a") is True
+    shutil.rmtree(folder)
+    with pytest.raises(FileNotFoundError, match=r"journal.mark was deleted while it was in use"):
+        session.observe(*batch(2), task="a")
+    assert session.learner.tasks == {"a": ROWS}
+    with contextlib.suppress(OSError):
+        session.close()
