@@ -191,6 +191,10 @@ class Journal:
         source, target = connect(self.path, readonly=True), sqlite3.connect(Path(path) / NAME)
         try:
             source.backup(target)
+        except sqlite3.Error as error:
+            raise OSError(
+                errno_of(error), f"cannot write the backup {path} ({error}); free some space if the disk is full"
+            ) from error
         finally:
             target.close()
             source.close()

@@ -1,18 +1,19 @@
-"""The files of a session written anew: without a task, or without data that the learner no longer keeps."""
+"""The files of a session written anew: without a task, without data that the learner no longer keeps, or as a copy."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from metaleader.live import checkpoints
 from metaleader.live.calls import Codec, Observe, Predict
 from metaleader.live.errors import UnknownTaskError
-from metaleader.live.folder import check_room
+from metaleader.live.folder import check_new, check_room
 from metaleader.live.journal import Journal
 from metaleader.live.ledger import Ledger
 from metaleader.live.recovery import decoded, first_records, predictions_of
 from metaleader.live.writer import Writer
-from metaleader.system.files import sync_folder
+from metaleader.system.files import make_folder, sync_folder, write_atomic
 
 
 def rewrite(folder: Path, journal: Journal, ledger: Ledger, writer: Writer) -> None:
@@ -56,6 +57,21 @@ def is_recorded(folder: Path, task: str) -> bool:
         return any(isinstance(call, Observe | Predict) and call.task == task for _, call in calls)
     finally:
         journal.close()
+
+
+def copy_to(target: Path, folder: Path, journal: Journal) -> None:
+    """Copy the files to a new or empty folder, which is deleted if that fails."""
+    check_new(target)
+    make_folder(target)
+    try:
+        # The checkpoint first: the journal then includes all that the checkpoint does.
+        for file in checkpoints.paths(folder)[:1]:
+            write_atomic(target / file.name, file.read_bytes())
+        journal.backup(target)
+        sync_folder(target)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
 
 
 def _check_room(folder: Path, journal: Journal, call: str) -> None:

@@ -11,19 +11,17 @@ from typing import Any, Literal, Self
 
 from metaleader.learners.data import checked_batch, inputs_of
 from metaleader.learners.learner import Learner
-from metaleader.live import checkpoints
 from metaleader.live.calls import Observe, Predict, Readmit, Updates, digest, fingerprint
 from metaleader.live.errors import ConflictError, UnknownPredictionError
-from metaleader.live.folder import check_folder, check_new
+from metaleader.live.folder import check_folder
 from metaleader.live.opening import built, check_numbers, locked
 from metaleader.live.recovery import open_folder
 from metaleader.live.repair import repair_journal
-from metaleader.live.rewriting import forget, is_recorded, rewrite
+from metaleader.live.rewriting import copy_to, forget, is_recorded, rewrite
 from metaleader.live.runner import Runner
 from metaleader.live.together import Together
 from metaleader.live.updater import Updater
 from metaleader.live.writer import Writer
-from metaleader.system.files import make_folder, sync_folder, write_atomic
 from metaleader.tasks import Tree, as_name
 
 _log = logging.getLogger("metaleader")
@@ -300,17 +298,13 @@ class Session:
 
         Args:
             path: a new or empty folder.
+
+        Raises:
+            OSError: if the copy cannot be written. The folder is then deleted.
         """
         self._check()
-        target = Path(path)
-        check_new(target)
-        make_folder(target)
         with self._updater.paused():
-            # The checkpoint first: the journal then includes all that the checkpoint does.
-            for file in checkpoints.paths(self.folder)[:1]:
-                write_atomic(target / file.name, file.read_bytes())
-            self._journal.backup(target)
-        sync_folder(target)
+            copy_to(Path(path), self.folder, self._journal)
 
     def close(self) -> None:
         """Write a checkpoint and close the files; later calls are refused. A second call has no effect.

@@ -1,10 +1,12 @@
 """Sessions: the learner's verbs, made durable."""
 
 import contextlib
+import errno
 import logging
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ from sessions import ROWS, batch, calls, differences, make, make_head, make_size
 
 from metaleader import losses, models
 from metaleader.learners import FTML, TOE, Scratch
+from metaleader.live import journal
 from metaleader.live.calls import Observe, Update
 from metaleader.live.errors import ConflictError, UnknownPredictionError
 from metaleader.live.replica import Replica
@@ -591,6 +594,32 @@ def test_a_backup_can_be_opened(tmp_path, mode):
         with pytest.raises(ValueError, match="backup exists; name a new folder"):
             session.backup(tmp_path / "backup")
     with Session(tmp_path / "backup", make) as session:
+        assert same_state(session.learner, plain_learner_of(state))
+
+
+class _FullDisk:
+    """A connection to a journal whose copy does not fit the disk."""
+
+    def backup(self, target):
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL  # pyright: ignore[reportAttributeAccessIssue]
+        raise error
+
+    def close(self):
+        pass
+
+
+def test_a_backup_on_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    with filled(tmp_path / "a") as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(journal, "connect", lambda path, readonly: _FullDisk())
+            with pytest.raises(OSError, match=r"cannot write the backup .*full") as caught:
+                session.backup(tmp_path / "b")
+            assert caught.value.errno == errno.ENOSPC
+        assert not (tmp_path / "b").exists()
+        session.backup(tmp_path / "b")
+        state = session.learner.state_dict()
+    with Session(tmp_path / "b", make) as session:
         assert same_state(session.learner, plain_learner_of(state))
 
 
