@@ -42,7 +42,8 @@ class Options:
     query: int = 10
     """Datapoints of each task on which the loss of an update is taken."""
     optimizer: str | OptimizerFactory = "adam"
-    """"adam", "sgd" (momentum 0.9), or a function of (parameters, lr=...) such as `torch.optim.AdamW`."""
+    """"adam", "sgd" (momentum 0.9), or a function of (parameters, lr=...) such as `torch.optim.AdamW`. A schedule
+    scales the step sizes that it gives to groups of parameters."""
     clip: float | None = None
     """The largest norm of a gradient; longer ones are scaled down."""
     weights: Weights | None = None
