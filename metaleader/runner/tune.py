@@ -329,7 +329,7 @@ def _check_values(options: TuneOptions, plan: Plan, space: Mapping[str, Mapping[
 
 def _check_at(at: int | None, plan: Plan) -> None:
     reveals, reveal = plan.experiment.reveals or 1, plan.experiment.reveal
-    if at is not None and at not in range(reveal, reveal * reveals + 1, reveal):
+    if at is not None and at not in (*range(reveal, reveal * reveals + 1, reveal), *plan.experiment.sizes()):
         raise ValueError(
             f"--at must be a number of datapoints that is measured, {reveal} to {reveal * reveals}, got {at}"
         )
