@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from metaleader.learners import Learner, store, trial, update_together
 from metaleader.learners.measure import ADAPTATION_STEPS, NO_PARTS, Parts, measure_together, overrides
+from metaleader.learners.options import check_integer
 from metaleader.losses import Loss, takes_labels, unsmoothed
 from metaleader.tasks import Task, TaskStream, check_streams, check_tasks, num_rows, rows, to_device
 
@@ -289,13 +292,15 @@ def _meets(values: dict[str, float], gamma: float) -> bool:
 
 
 def _check_threshold(gamma: float, of_accuracy: bool) -> None:
+    if not isinstance(gamma, Real) or math.isnan(gamma):
+        raise ValueError(f"gamma must be a number or None, got {gamma!r}")
     if gamma > 1 and of_accuracy:
         raise ValueError(f"gamma is an accuracy here, at most 1; got {gamma}")
 
 
 def _check_options(reveal: int, reveals: int | None, steps: Sequence[int], parts: Parts) -> None:
-    if reveal < 1 or (reveals is not None and reveals < 1):
-        raise ValueError(f"reveal and reveals must be at least 1, got {reveal} and {reveals}")
+    for name, value in (("reveal", reveal), ("reveals", 1 if reveals is None else reveals)):
+        check_integer(name, value, 1)
     if not steps or any(not isinstance(number, int | np.integer) or number < 0 for number in steps):
         raise ValueError(f"steps must be one or more numbers of adaptation steps, each 0 or more; got {steps}")
     if reserved := sorted({"task", "before", *map(str, steps)} & parts.keys()):
@@ -322,7 +327,7 @@ def can_try(learner: Any) -> bool:
 def _check_learner(learner: Any, methods: Sequence[str], loss: Loss | None) -> None:
     absent = [name for name in methods if not callable(getattr(learner, name, None))]
     if absent:
-        raise ValueError(f"a {type(learner).__name__} cannot be played: it has no {' and no '.join(absent)}")
+        raise ValueError(f"{type(learner).__name__} cannot be played: it has no {' and no '.join(absent)}")
     if loss is None and not callable(getattr(learner, "loss", None)):
         raise ValueError(f"a {type(learner).__name__} has no loss; pass the loss to report, play(..., loss=...)")
     if isinstance(learner, Learner) and overrides(learner, "predict") and not overrides(learner, "adapt"):

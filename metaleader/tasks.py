@@ -107,6 +107,23 @@ def rng(purpose: str, *key: int) -> np.random.Generator:
     return np.random.default_rng(np.array(words, dtype=np.uint32) if small else words)
 
 
+def as_name(value: Any, kind: str = "the name of a task") -> str:
+    """A name as text. An integer is the text of its digits, so that 3 and "3" are one name.
+
+    Raises:
+        ValueError: for anything else, such as None or NaN of a table, of which all rows would be one task.
+    """
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not (is_integer or isinstance(value, str)):
+        raise ValueError(f"{kind} must be a string or an integer, got {value!r}")
+    name = str(value)
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{kind} must be text that UTF-8 can express, got {name!r}") from error
+    return name
+
+
 def num_rows(tree: Tree) -> int:
     """The number of datapoints in a tree of tensors."""
     first = tree.x if isinstance(tree, Batch) else tree

@@ -379,6 +379,20 @@ def test_a_learner_beside_another_object() -> None:
     assert not differences(learner.state_dict(), alone.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gamma": "0.1"}, "gamma must be a number or None, got '0.1'"),
+        ({"gamma": float("nan")}, "gamma must be a number or None, got nan"),
+        ({"reveal": 2.5}, "reveal must be an integer of at least 1, got 2.5"),
+        ({"reveals": 0}, "reveals must be an integer of at least 1, got 0"),
+    ],
+)
+def test_options_that_cannot_be(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(ml.play(ftml(), STREAM, **options))
+
+
 class Silent:
     begin = observe = adapt = staticmethod(lambda *args, **kwargs: None)
 
@@ -387,8 +401,8 @@ class Silent:
     ("learner", "options", "message"),
     [
         (Silent(), {}, r"a Silent has no loss; .*loss="),
-        (Silent(), {"loss": ml.losses.squared_error, "regret": True}, "a Silent cannot be played: it has no update"),
-        (Constant(1.0), {}, "a Constant cannot be played: it has no begin and no observe and no adapt"),
+        (Silent(), {"loss": ml.losses.squared_error, "regret": True}, "Silent cannot be played: it has no update"),
+        (Constant(1.0), {}, "Constant cannot be played: it has no begin and no observe and no adapt"),
     ],
 )
 def test_objects_that_cannot_be_played(learner: Any, options: Any, message: str) -> None:

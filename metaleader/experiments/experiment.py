@@ -22,6 +22,12 @@ GROUPS = ("network", "stream", "loss")
 ALL = "all"
 
 
+class _Claims(tuple[Better, ...]):
+    """Claims that were checked when they were given, with the sizes then; settings may change the sizes later."""
+
+    sizes: tuple[Any, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """An experiment: a Python file that defines one is played by `metaleader run FILE`.
@@ -42,7 +48,7 @@ class Experiment:
         reveals: reveals per task; None reveals all datapoints of the first task.
         meta_steps: meta-updates per reveal.
         gamma: the threshold of proficiency: an accuracy to reach, or for regression a loss; None for no threshold.
-        panels: the sizes of D_t shown in figures and tables, ascending; by default one reveal and all reveals.
+        panels: the sizes of D_t shown in figures and tables, ascending; by default one reveal and all data.
         steps: numbers of adaptation steps measured; the first gives the columns `loss` and `accuracy`.
         measure_at: the sizes of D_t measured, ascending, the last being all data; by default every reveal. A size
             between two reveals is measured after the updates of a shorter reveal, from which the learner then returns.
@@ -126,10 +132,17 @@ class Experiment:
 
     def sized(self, stream: TaskStream | Sequence[Task]) -> Experiment:
         """The experiment with the numbers of tasks and reveals of a stream where they are not given."""
+        if not len(stream):
+            raise ValueError("it has no tasks")
         tasks = len(stream) if self.tasks is None else self.tasks
-        if self.reveals is not None:
-            return self if tasks == self.tasks else replace(self, tasks=tasks)
-        return replace(self, tasks=tasks, reveals=-(-num_rows(stream[0].train) // self.reveal))
+        rows = num_rows(stream[0].train)
+        reveals = -(-rows // self.reveal) if self.reveals is None else self.reveals
+        rows = min(rows, self.reveal * reveals)
+        self._check_all_data(rows)
+        # The last reveal may be a part of one. Its size is then that of all data.
+        is_partial = rows < self.reveal * reveals and not self.measure_at
+        panels = tuple(sorted({min(self.reveal, rows), rows})) if is_partial and not self.panels else self.panels
+        return replace(self, tasks=tasks, reveals=reveals, panels=panels)
 
     def sizes(self) -> tuple[int, ...]:
         """The sizes of D_t shown in figures and tables."""
@@ -139,6 +152,26 @@ class Experiment:
     def measured(self) -> tuple[int, ...]:
         """The sizes of D_t that are measured."""
         return tuple(self.measure_at) or tuple(range(self.reveal, self.reveal * (self.reveals or 1) + 1, self.reveal))
+
+    def _measures(self, size: int) -> bool:
+        """Whether a size of D_t may be measured: the last reveal may be a part of one, which only the stream tells."""
+        if self.measure_at or self.reveals is None:
+            return not self.measure_at or size in self.measure_at
+        last = self.reveal * self.reveals
+        return size in self.measured() or last - self.reveal < size <= last
+
+    def _check_all_data(self, rows: int) -> None:
+        """Reject sizes between two reveals, unless it is that of all data."""
+        given = {name: getattr(self, name) or () for name in ("panels", "before_at")}
+        if isinstance(self.claims, _Claims) and self.claims.sizes == (self.reveal, self.reveals, self.measure_at):
+            given["a claim"] = [claim.at for claim in self.claims if claim.at != "needed"]
+        for name, sizes in given.items():
+            for size in sizes:
+                if size % self.reveal and size != rows and not self.measure_at:
+                    raise ValueError(
+                        f"{name} has the size {size}, but a reveal has {self.reveal} datapoints and all data {rows};"
+                        " change it, or add the size to measure_at"
+                    )
 
     def between(self) -> tuple[int, ...]:
         """The sizes of D_t that are measured between two reveals."""
@@ -163,7 +196,11 @@ class Experiment:
                 raise ValueError(f"the methods {other!r} and {name!r} have the same label {style['label']!r}")
 
     def _check_claims(self) -> None:
-        self._set("claims", tuple(self.claims) if isinstance(self.claims, Sequence) else (self.claims,))
+        if isinstance(self.claims, _Claims):
+            return
+        self._set("claims", _Claims(self.claims if isinstance(self.claims, Sequence) else (self.claims,)))
+        assert isinstance(self.claims, _Claims)
+        self.claims.sizes = self.reveal, self.reveals, self.measure_at
         for claim in self.claims:
             if not isinstance(claim, Better):
                 raise ValueError(f"claims must be made by better(...), got {_short(claim)}")
@@ -172,6 +209,12 @@ class Experiment:
                     raise ValueError(f"a claim names the method {name!r}; there are {', '.join(self.all_methods)}")
             if claim.at == "needed" and self.gamma is None:
                 raise ValueError("a claim at='needed' needs a threshold gamma")
+            if claim.at != "needed" and not self._measures(claim.at):
+                sizes = f"reveal={self.reveal}, reveals={self.reveals}, measure_at={list(self.measure_at)}"
+                raise ValueError(
+                    f"a claim is made at={claim.at} datapoints, which are not measured with {sizes}; change the claim"
+                    " or the sizes"
+                )
 
     def _check_panels(self) -> None:
         if self.reveals is None:
@@ -186,7 +229,7 @@ class Experiment:
         where = f"reveal={self.reveal} and reveals={self.reveals} measure" if not self.measure_at else "measure_at has"
         for name in ("panels", "before_at"):
             for size in getattr(self, name) or ():
-                if size not in measured:
+                if not self._measures(size):
                     raise ValueError(
                         f"{name} has {size}, but {where} {_some(measured)} datapoints; change {name}, or leave it out"
                     )

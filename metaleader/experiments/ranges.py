@@ -38,6 +38,10 @@ class Range:
             return int(value)
         return min(max(float(f"{value:.{_DIGITS}g}"), self.low), self.high)
 
+    def examples(self) -> tuple[object, ...]:
+        """The choices as text, or the bounds and a number between them."""
+        return self.choices or tuple(map(self.nearest, (self.low, (self.low + self.high) / 2, self.high)))
+
     def has(self, value: object) -> bool:
         """Whether a value of the setting lies in the range."""
         if self.choices:

@@ -119,7 +119,8 @@ def method_settings(experiment: Experiment, name: str) -> dict[str, Any]:
             kind = type(method(experiment.network, experiment.loss, meta_steps=experiment.meta_steps))
     if takes_any(method.make) and isinstance(kind, type) and issubclass(kind, Learner):
         values |= {option.name: option.default for option in fields(kind.Options)}
-    values = {"meta_steps": experiment.meta_steps} | values if "meta_steps" in values else values
+    values |= {"meta_steps": experiment.meta_steps} if "meta_steps" in values else {}
+    values.pop("data_folder", None)  # a place, as `device`, unless the experiment names one
     values = {n: v for n, v in (values | method.options).items() if n not in (*_RUN, *_FUNCTIONS)}
     if values.get("adaptation") is not None:
         values = {n: v for n, v in values.items() if n not in STEP_OPTIONS}

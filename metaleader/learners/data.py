@@ -22,6 +22,9 @@ from metaleader.tasks import Batch, ClassBatch, Tree, as_tensors, check_alike, c
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
 
+# Of targets that become numbers of the model's dtype; uint8 stays, as images are stored in it.
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
+
 
 def inputs_of(learner: Learner, x: Tree, where: str) -> Tree:
     """Inputs as tensors; float64 arrays, which NumPy and pandas make by default, get the dtype of the model."""
@@ -51,8 +54,8 @@ def checked_batch(learner: Learner, x: Tree, y: Tree, task: str | None) -> Batch
         raise ValueError(f"{type(learner).__name__} trains on the current task alone: call begin(name), not task=")
     batch = to_device(check_batch(Batch(x, y), "observe", learner.state.flat.dtype), learner.device)
     stored = learner.memory.store.data
-    if learner.loss is squared_error and isinstance(batch.y, Tensor) and batch.y.ndim == 1:
-        batch = batch._replace(y=_as_column(learner, batch, stored))
+    if learner.loss is squared_error and isinstance(batch.y, Tensor):
+        batch = _with_targets(learner, batch, stored)
     if stored is not None:
         check_alike(batch, stored, "observe")
     layout = learner.definition.objective.layout
@@ -62,13 +65,22 @@ def checked_batch(learner: Learner, x: Tree, y: Tree, task: str | None) -> Batch
     return batch
 
 
-def _as_column(learner: Learner, batch: Batch, stored: Batch | None) -> Tensor:
-    """A one-dimensional y as one column, if the output is one column."""
+def _with_targets(learner: Learner, batch: Batch, stored: Batch | None) -> Batch:
+    """A batch whose targets are numbers of the model's dtype, and one column if the output is one column.
+
+    Otherwise whole numbers in the first datapoints would exclude fractions in all others.
+    """
+    if batch.y.dtype in _INTEGERS and (
+        stored is None or (isinstance(stored.y, Tensor) and stored.y.is_floating_point())
+    ):
+        batch = batch._replace(y=batch.y.to(learner.state.flat.dtype))
+    if batch.y.ndim != 1:
+        return batch
     if stored is not None:
         shape = stored.y.shape[1:] if isinstance(stored.y, Tensor) else None
     else:
         shape = learner.network.output_shape(learner.params, batch.x)
-    return batch.y[:, None] if shape == (1,) else batch.y
+    return batch._replace(y=batch.y[:, None]) if shape == (1,) else batch
 
 
 def _check_first(learner: Learner, batch: Batch) -> None:
@@ -105,6 +117,8 @@ def _check_repeats(learner: Learner, batch: Batch, sizes: tuple[int, ...]) -> No
 
 def checked_folder(folder: str | os.PathLike[str]) -> Path:
     """A folder for data, which exists and can be written."""
+    if not isinstance(folder, str | os.PathLike):
+        raise ValueError(f"data_folder must be a path or None, got {folder!r}")
     path = Path(folder).absolute()
     if not path.is_dir():
         raise FileNotFoundError(

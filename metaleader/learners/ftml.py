@@ -53,7 +53,7 @@ class FTMLOptions(Options):
         given = [name for name in STEP_OPTIONS if getattr(self, name) != defaults[name]]
         if given:
             raise ValueError(
-                f"{', '.join(given)} concern gradient steps and have no effect with adaptation=; omit them"
+                f"{', '.join(given)} would have no effect with adaptation=, which takes no gradient steps; omit them"
             )
 
     def plain(self) -> dict[str, Any]:
@@ -90,6 +90,8 @@ class FTML(Learner):
             o.adaptation.check(self.network)
             inner = Inner(steps=0, chunk=o.chunk)
             return Definition(Objective(self.network, inner, adaptation=o.adaptation), o.adaptation, support)
+        if o.only is not None and not isinstance(o.only, str):
+            raise ValueError(f"only must be 'last', a pattern of names of parameters, or None; got {o.only!r}")
         lr = check_step_size(o.inner_lr, self.network.params(), o.only)
         smallest = min(lr.values()) if isinstance(lr, dict) else lr
         if o.learn_lr and (o.first_order or o.inner_steps == 0 or smallest == 0):

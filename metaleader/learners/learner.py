@@ -33,7 +33,7 @@ from metaleader.memory.contract import Memory
 from metaleader.nets.functional import Layout, Network, Statistics
 from metaleader.system.machine import known_device
 from metaleader.system.settings import keeps_settings
-from metaleader.tasks import Tree, num_rows
+from metaleader.tasks import Tree, as_name, num_rows
 
 
 class Learner(Configured, ABC):
@@ -120,7 +120,7 @@ class Learner(Configured, ABC):
         """Begin round t with a new task; D_t is empty.
 
         Args:
-            name: a label. Calling `begin` again with the same name opens a new round for that task; see `adapt(task=)`.
+            name: text or an integer. The same name again opens a new round for that task; see `adapt(task=)`.
             classes: for n-way tasks, the global class behind each label, in the order of the labels. Either all tasks
                 of a learner have classes or none.
         """
@@ -131,8 +131,8 @@ class Learner(Configured, ABC):
                 flat = self.layout.flat(initial_params(self.model, self.options.seed, t, self.device))
                 state = State(flat, {}, state.step, state.step, state.form)
             with Change([self]):
-                memory.begin(str(name), classes, self.network.num_classes)
-                vars(self).update(memory=memory, state=state, round=t, task=str(name))
+                memory.begin(as_name(name), classes, self.network.num_classes)
+                vars(self).update(memory=memory, state=state, round=t, task=as_name(name))
 
     @keeps_settings
     def observe(
@@ -151,12 +151,12 @@ class Learner(Configured, ABC):
                 are converted to the dtype of the model.
             y: targets, one row per datapoint; for n-way tasks, positions in the task's classes. For `squared_error` and
                 a model with one output, y may have one dimension.
-            task: a name: the data is added to all earlier data of this name, and the open round stays as it is. No
-                `begin` is needed. Draws use such a task from its second datapoint on. None is the current task.
+            task: a name: the data is added to all earlier data of this name; the open round stays as it is. No `begin`
+                is needed. Draws use such a task from its second datapoint on. None is the current task.
             ids: for n-way tasks, one integer per datapoint that names it across tasks: one seen before is stored once.
             update: False only stores the data; call `update` later.
         """
-        task = None if task is None else str(task)
+        task = None if task is None else as_name(task)
         with self.locks.changing, Change([self]):
             store(self, x, y, task, ids, update)
             if update:
@@ -171,14 +171,14 @@ class Learner(Configured, ABC):
         """
         with self.locks.changing, self.locks.reading:
             with Change([self]):
-                self.memory.forget(str(name))
+                self.memory.forget(as_name(name))
             self.memory.scrub()
 
     @keeps_settings
     def readmit(self, name: str) -> None:
         """Draw a task again that was set aside; see `set_aside`."""
         with self.locks.changing, self.locks.reading, Change([self]):
-            self.memory.readmit(str(name))
+            self.memory.readmit(as_name(name))
 
     def update(self, steps: int | None = None) -> None:
         """Run `meta_steps` updates, or the given number, on the data observed.

@@ -24,7 +24,7 @@ from metaleader.gradient.selection import Params
 from metaleader.learners.data import inputs_of
 from metaleader.learners.prediction import dropout_seeds, not_finite, run_model
 from metaleader.nets.functional import Network
-from metaleader.tasks import Batch, Tree, as_array, num_rows, row_signature, rows, tensors_of
+from metaleader.tasks import Batch, Tree, as_array, as_name, num_rows, row_signature, rows, tensors_of
 
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
@@ -73,7 +73,7 @@ def _predict_many(learner: Learner, xs: Mapping[str, Tree]) -> dict[str, Tensor]
     names = list(xs)
     x, x_sizes = _joined(learner, xs)
     with learner.locks.reading:
-        data, sizes = learner.memory.of_names([str(name) for name in names])
+        data, sizes = learner.memory.of_names([as_name(name) for name in names])
         params, t = learner.layout.named(learner.state.flat), max(learner.round, 0)
     many = _Many(learner, params, data, t)
     x_starts, starts = np.cumsum(x_sizes) - x_sizes, np.cumsum(sizes) - sizes

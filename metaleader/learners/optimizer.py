@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +65,8 @@ class Rule:
         """Build a rule from a learner's options."""
         if not callable(optimizer) and optimizer not in BUILTIN:
             raise ValueError(f"optimizer must be one of {list(BUILTIN)} or a function, got {optimizer!r}")
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be positive or None, got {clip}")
+        if clip is not None and not (isinstance(clip, Real) and clip > 0):
+            raise ValueError(f"clip must be a positive number or None, got {clip!r}")
         return cls(optimizer, _checked_schedule(meta_lr), clip)
 
     @property
@@ -130,15 +131,19 @@ def _are_slots(slots: Mapping[str, Any], rule: Rule, flat: Tensor) -> bool:
 
 
 def _checked_schedule(meta_lr: Schedule) -> tuple[tuple[int, float], ...]:
-    pairs = [(0, meta_lr)] if isinstance(meta_lr, int | float) else [(int(n), lr) for n, lr in meta_lr]
-    starts = [start for start, _ in pairs]
-    if not pairs or starts[0] != 0 or starts != sorted(set(starts)):
+    pairs: Any = [(0, meta_lr)] if isinstance(meta_lr, Real) else meta_lr
+    is_schedule = isinstance(pairs, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(value, Real) for value in pair)
+        for pair in pairs
+    )
+    starts = [int(start) for start, _ in pairs] if is_schedule else []
+    if not starts or starts[0] != 0 or starts != sorted({start for start, _ in pairs}):
         raise ValueError(
             f"meta_lr must be a number, or (from update, step size) pairs that begin at 0; got {meta_lr!r}"
         )
     if not all(math.isfinite(lr) and lr >= 0 for _, lr in pairs):
         raise ValueError(f"meta_lr must be finite and at least 0, got {meta_lr!r}")
-    return tuple((start, float(lr)) for start, lr in pairs)
+    return tuple((int(start), float(lr)) for start, lr in pairs)
 
 
 def _check_params(saved: Mapping[str, Tensor], expected: Params) -> None:

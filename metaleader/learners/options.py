@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -42,7 +42,8 @@ class Options:
     query: int = 10
     """Datapoints of each task on which the loss of an update is taken."""
     optimizer: str | OptimizerFactory = "adam"
-    """"adam", "sgd" (momentum 0.9), or a function of (parameters, lr=...) such as `torch.optim.AdamW`."""
+    """"adam", "sgd" (momentum 0.9), or a function of (parameters, lr=...) such as `torch.optim.AdamW`. A schedule
+    scales the step sizes that it gives to groups of parameters."""
     clip: float | None = None
     """The largest norm of a gradient; longer ones are scaled down."""
     weights: Weights | None = None
@@ -76,6 +77,8 @@ class Options:
                 f"shards must be at most tasks_per_step, so that each draws a task; got shards={self.shards} and"
                 f" tasks_per_step={self.tasks_per_step}"
             )
+        if self.preprocess is not None and not callable(self.preprocess):
+            raise ValueError(f"preprocess must be a function of x, or None; got {self.preprocess!r}")
         if self.weights is not None and not callable(self.weights):
             raise ValueError(
                 f"weights must be a function of the number of tasks, as metaleader.recency(20); got {self.weights!r}"
@@ -107,8 +110,10 @@ class Options:
     def plain(self) -> dict[str, Any]:
         """The options by name, as values that a file can hold; functions are left as they are."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if not isinstance(self.meta_lr, int | float):
+        if isinstance(self.meta_lr, Sequence):
             values["meta_lr"] = [list(pair) for pair in self.meta_lr]
+        elif not isinstance(self.meta_lr, int):
+            values["meta_lr"] = float(self.meta_lr)  # of NumPy
         inner_lr = values.get("inner_lr")
         if inner_lr is not None:
             by_name = isinstance(inner_lr, Mapping)

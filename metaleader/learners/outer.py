@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,7 +140,9 @@ class UserOptimizers:
     def __init__(self, rule: Rule, layout: Layout, flat: Tensor, states: Sequence[State]) -> None:
         self._layout, self._flat, self._clip = layout, flat, rule.clip
         self._rows = [list(layout.named(row).values()) for row in flat.unbind()]
-        self._optimizers = [_restored(rule, *pair) for pair in zip(self._rows, states, strict=True)]
+        restored = [_restored(rule, *pair) for pair in zip(self._rows, states, strict=True)]
+        self._optimizers = [optimizer for optimizer, _ in restored]
+        self._factors = [factors for _, factors in restored]
 
     def slots(self) -> list[dict[str, Any]]:
         """The state of each optimiser, and its groups."""
@@ -148,12 +151,12 @@ class UserOptimizers:
     def step(self, gradients: Tensor, norms: Tensor, lr: float) -> None:
         """Take one step down gradients of known norms, (learners,)."""
         gradients = _clipped(gradients, norms, self._clip)
-        groups = zip(self._optimizers, self._rows, self._flat, gradients, strict=True)
-        for optimizer, tensors, row, gradient in groups:
+        groups = zip(self._optimizers, self._factors, self._rows, self._flat, gradients, strict=True)
+        for optimizer, factors, tensors, row, gradient in groups:
             for tensor, value in zip(tensors, self._layout.named(gradient).values(), strict=True):
                 tensor.grad = value
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            for group, factor in zip(optimizer.param_groups, factors, strict=True):
+                group["lr"] = factor * lr
             optimizer.step()
             for tensor, view in zip(tensors, self._layout.named(row).values(), strict=True):
                 tensor.grad = None
@@ -161,17 +164,29 @@ class UserOptimizers:
                     tensor.data = view.copy_(tensor)
 
 
-def _restored(rule: Rule, tensors: list[Tensor], state: State) -> torch.optim.Optimizer:
-    """A user's optimiser of these tensors, with the optimiser state of a learner."""
+def _restored(rule: Rule, tensors: list[Tensor], state: State) -> tuple[torch.optim.Optimizer, list[float]]:
+    """A user's optimiser of these tensors, with the optimiser state of a learner.
+
+    Beside it, the step sizes that the user gave to the groups of parameters, as factors of `meta_lr`.
+    """
     assert callable(rule.optimizer)
-    optimizer = rule.optimizer(tensors, lr=rule.schedule[0][1])
+    first = rule.schedule[0][1]
+    optimizer = rule.optimizer(tensors, lr=first)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must build a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} evaluates the loss several times in a step; use another optimizer"
+        )
+    factors = [float(group["lr"]) / first if first else 1.0 for group in optimizer.param_groups]
     if state.slots:
         tree = optimizer.state_dict()
         tree["state"] = {int(i): copy.deepcopy(values) for i, values in state.slots["state"].items()}
         for group, saved in zip(tree["param_groups"], state.slots["groups"], strict=True):
             group.update(saved)
         optimizer.load_state_dict(tree)
-    return optimizer
+    return optimizer, factors
 
 
 def _user_slots(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from metaleader.gradient.selection import Params
 from metaleader.learners.data import inputs_of
 from metaleader.learners.options import check_integer
 from metaleader.nets.functional import Statistics
-from metaleader.tasks import Batch, ClassBatch, Tree, num_rows, rng, row_signature, rows
+from metaleader.tasks import Batch, ClassBatch, Tree, as_name, num_rows, rng, row_signature, rows
 
 if TYPE_CHECKING:
     from metaleader.learners.learner import Learner
@@ -47,7 +47,9 @@ def snapshot(learner: Learner, task: str | None) -> Snapshot:
         raise ValueError(f"{type(learner).__name__} trains on the current task alone; leave task=None")
     with learner.locks.reading:
         memory = learner.memory
-        data = memory.named(str(task)) if task is not None else memory.current() if learner.task is not None else None
+        data = (
+            memory.named(as_name(task)) if task is not None else memory.current() if learner.task is not None else None
+        )
         data = tree_map(torch.clone, data) if data is not None else None
         params = learner.layout.named(learner.state.flat)
         name = str(learner.task if task is None else task)

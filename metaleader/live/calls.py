@@ -61,6 +61,11 @@ class Observe(NamedTuple):
         """The number of datapoints."""
         return num_rows(self.x)
 
+    def as_prediction(self) -> Predict:
+        """The prediction that becomes this observation by a label; the two have one key."""
+        assert self.key is not None
+        return Predict(self.task, self.x, self.key)
+
 
 class Predict(NamedTuple):
     """Inputs whose targets come later.

@@ -9,3 +9,7 @@ class ConflictError(ValueError):
 
 class UnknownPredictionError(ValueError):
     """No prediction of this name waits for its targets."""
+
+
+class UnknownTaskError(ValueError):
+    """Neither the learner nor the files have data of this task."""

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 from metaleader.live import checkpoints
-from metaleader.live.journal import MARK, NAME
+from metaleader.live.journal import NAME
+from metaleader.live.mark import MARK
 
 
 def check_folder(folder: Path) -> None:

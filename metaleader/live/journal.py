@@ -13,26 +13,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import sqlite3
-import struct
 import threading
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from metaleader.live.mark import CHECK, START, Mark, checksum_of
 from metaleader.live.sqlite import check_format, connect, disk_errors, errno_of, primary_code, truncate_log
-from metaleader.system.files import sync_folder, write_atomic
+from metaleader.system.files import sync_folder
 
-NAME, MARK = "journal.sqlite", "journal.mark"
+NAME = "journal.sqlite"
 _PIECE = 500
 # Piece p of record n is the row n * 2**24 + p.
 _PIECES = 24
-# A record begins with its checksum. The mark is the number and the checksum of a record, and a checksum of both.
-_CHECK, _MARK = 8, struct.Struct("<Q8s8s")
-_START = bytes(_CHECK)
 _LARGE_GAP = 1_000_000
 REMEDY = "restore a backup, or open it with repair=True, which keeps all that is intact"
 
@@ -70,17 +66,16 @@ class Journal:
     def __init__(
         self, folder: str | os.PathLike[str], *, first: int = 1, repair: bool = False, readonly: bool = False
     ) -> None:
-        self.path, self._mark_path = Path(folder) / NAME, Path(folder) / MARK
+        self.path, self._mark = Path(folder) / NAME, Mark(Path(folder))
         self._lock, self._start = threading.Lock(), first
         self._failure: str | None = None
         # The mark exists before the journal, so that a journal without a mark has lost it.
-        if not readonly and not self.path.exists() and not self._mark_path.exists():
-            write_atomic(self._mark_path, _packed_mark(0, _START))
+        if not readonly and not self.path.exists() and not self._mark.path.exists():
+            self._mark.create()
         self._connection = connect(self.path, readonly)
-        self._mark: int | None = None
         try:
             if not readonly:
-                self._mark = os.open(self._mark_path, os.O_RDWR | os.O_CREAT, 0o666)
+                self._mark.open()
                 sync_folder(self.path.parent)
             self._open(repair, readonly)
         except BaseException:
@@ -89,22 +84,20 @@ class Journal:
 
     def _open(self, repair: bool, readonly: bool) -> None:
         # Another process may write between the two: the mark is read first.
-        try:
-            marked, checksum = self._read_mark()
-        except ValueError:
-            if not repair:
-                raise
-            marked, checksum = 0, _START
+        mark = self._mark.read()
+        if mark is None and not repair:
+            raise ValueError(f"{self._mark.path} is damaged, so that a loss of records could not be seen; {REMEDY}")
+        marked, checksum = (0, START) if mark is None else mark
         try:
             with disk_errors(self.path):
                 check_format(self._connection, self.path, readonly)
                 self.first, self.last = self._ends(repair)
-                self._chain = self._checksum(self.last) or _START
+                self._chain = self._checksum(self.last) or START
                 at_mark = self._checksum(marked)
         except sqlite3.DatabaseError as error:
             if not repair:
                 raise ValueError(f"{self.path} is damaged ({error}); {REMEDY}") from error
-            self.first, self.last, self._chain, at_mark = 1, marked, _START, None
+            self.first, self.last, self._chain, at_mark = 1, marked, START, None
         if repair:
             self.last = max(self.last, marked)
         elif self.last < marked:
@@ -189,23 +182,25 @@ class Journal:
 
     def sync(self) -> None:
         """Write the mark and flush it to disk; without it, a power failure may leave an older mark."""
-        assert self._mark is not None
         with self._lock:
-            self._write_mark()
-        os.fsync(self._mark)
+            self._mark.write(self.last, self._chain)
+        self._mark.sync()
 
     def backup(self, path: str | os.PathLike[str]) -> int:
         """Write a copy into a folder while the journal is in use; returns the number of its last record."""
         source, target = connect(self.path, readonly=True), sqlite3.connect(Path(path) / NAME)
         try:
             source.backup(target)
+        except sqlite3.Error as error:
+            raise OSError(
+                errno_of(error), f"cannot write the backup {path} ({error}); free some space if the disk is full"
+            ) from error
         finally:
             target.close()
             source.close()
         with open(Path(path) / NAME, "rb") as file:
             os.fsync(file.fileno())
-        # A mark of 0 accepts the copy at whatever record it ends.
-        write_atomic(Path(path) / MARK, _packed_mark(0, _START))
+        Mark(Path(path)).create()
         copy = Journal(path)
         try:
             copy.sync()
@@ -222,9 +217,7 @@ class Journal:
     def close(self) -> None:
         """Close the files."""
         self._connection.close()
-        if self._mark is not None:
-            os.close(self._mark)
-            self._mark = None
+        self._mark.close()
 
     # Writing.
 
@@ -233,13 +226,14 @@ class Journal:
             raise OSError(
                 errno.EIO, f"{self.path} could not be written before ({self._failure}); close it and open it again"
             )
-        number, chain = self.last, _START if replace else self._chain
+        self._mark.check()
+        number, chain = self.last, START if replace else self._chain
 
         def rows() -> Iterator[tuple[int, bytes]]:
             nonlocal number, chain
             for content in contents:
                 number += 1
-                chain = _check(chain, number, content)
+                chain = checksum_of(chain, number, content)
                 data = chain + content
                 for piece, start in enumerate(range(0, len(data), _PIECE)):
                     yield (number << _PIECES) + piece, data[start : start + _PIECE]
@@ -252,7 +246,7 @@ class Journal:
             self._connection.executemany("INSERT INTO journal VALUES (?, ?)", rows())
             run("COMMIT")
             self.last, self._chain = number, chain
-            self._write_mark()
+            self._mark.write(number, chain)
         except BaseException as error:
             self._roll_back(error, primary_code(error) if isinstance(error, sqlite3.Error) else None)
             if not isinstance(error, sqlite3.Error):
@@ -275,15 +269,11 @@ class Journal:
         if not certain:
             self._failure = str(error) or type(error).__name__
 
-    def _write_mark(self) -> None:
-        assert self._mark is not None
-        os.pwrite(self._mark, _packed_mark(self.last, self._chain), 0)
-
     # Reading.
 
     def _scan(self, start: int, salvage: bool) -> Iterator[Record]:
         number, last = max(start, self.first), self.last
-        before = [_START if number == self.first else self._checksum(number - 1)]
+        before = [START if number == self.first else self._checksum(number - 1)]
         for found, data in self._stored(number, last, salvage):
             if found < number:  # a row with a damaged number
                 continue
@@ -291,7 +281,7 @@ class Journal:
                 yield Record(number, None)
                 number, before = number + 1, []
             stored, content = _parsed(data)
-            checks = [_check(one, number, content) for one in before if one is not None and content is not None]
+            checks = [checksum_of(one, number, content) for one in before if one is not None and content is not None]
             intact = stored in checks
             yield Record(number, content if intact else None)
             # After a damaged record, the checksum stored in it may be intact, or its content.
@@ -328,23 +318,7 @@ class Journal:
         row = self._connection.execute("SELECT bytes FROM journal WHERE id = ?", (number << _PIECES,)).fetchone()
         return _parsed(row[0])[0] if row is not None and isinstance(row[0], bytes) else None
 
-    def _read_mark(self) -> tuple[int, bytes]:
-        stored = self._mark_path.read_bytes()
-        if len(stored) == _MARK.size:
-            number, checksum, _ = _MARK.unpack(stored)
-            if stored == _packed_mark(number, checksum):
-                return number, checksum
-        raise ValueError(f"{self._mark_path} is damaged, so that a loss of records could not be seen; {REMEDY}")
-
-
-def _check(before: bytes, number: int, content: bytes) -> bytes:
-    return hashlib.blake2b(before + number.to_bytes(8, "little") + content, digest_size=_CHECK).digest()
-
-
-def _packed_mark(number: int, checksum: bytes) -> bytes:
-    return _MARK.pack(number, checksum, _check(checksum, number, b"mark"))
-
 
 def _parsed(data: bytes) -> tuple[bytes | None, bytes | None]:
     """The checksum and the content of a stored record; None for those that cannot be read."""
-    return (data[:_CHECK], data[_CHECK:]) if len(data) >= _CHECK else (None, None)
+    return (data[:CHECK], data[CHECK:]) if len(data) >= CHECK else (None, None)

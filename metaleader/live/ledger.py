@@ -34,7 +34,7 @@ class Ledger:
     Attributes:
         learner: the learner.
         number: of the last record.
-        keys: digests of keys, with a fingerprint of the call.
+        keys: digests of keys, with a fingerprint of the call; of a prediction with a label, with that of its inputs.
         waiting: digests of predictions without a label, with the number of their record.
         due: the number of meta-updates to be made.
         behind: the number of observations since the last update began.
@@ -69,7 +69,7 @@ class Ledger:
         if known is None:
             return False
         assert isinstance(call, Observe)
-        if known != fingerprint(call):
+        if known not in (fingerprint(call), fingerprint(call.as_prediction())):
             raise ConflictError(
                 f"the key of this call for task {call.task!r} was used before, for other data; use one key per call"
             )
@@ -182,8 +182,8 @@ class Ledger:
     def _remember(self, call: Observe) -> None:
         if call.key is None:
             return
-        self.waiting.pop(call.key, None)
-        self.keys[call.key] = fingerprint(call)
+        is_label = self.waiting.pop(call.key, None) is not None
+        self.keys[call.key] = fingerprint(call.as_prediction() if is_label else call)
         while len(self.keys) > self._max_keys:
             self.keys.popitem(last=False)
 

@@ -13,8 +13,9 @@ from typing import Any
 from metaleader.learners.learner import Learner
 from metaleader.live import checkpoints
 from metaleader.live.calls import Codec, Observe, Predict, Settings, State
-from metaleader.live.journal import MARK, NAME, Journal
+from metaleader.live.journal import NAME, Journal
 from metaleader.live.ledger import Ledger
+from metaleader.live.mark import MARK
 from metaleader.live.recovery import first_records, predictions_of
 from metaleader.live.settings import check_settings, settings_of
 from metaleader.system.files import sync_folder

@@ -23,7 +23,7 @@ from metaleader.live.journal import NAME, Journal
 from metaleader.live.ledger import Ledger
 from metaleader.live.opening import built
 from metaleader.live.recovery import decoded, restore_first
-from metaleader.tasks import Tree
+from metaleader.tasks import Tree, as_name
 
 _log = logging.getLogger("metaleader")
 # Records read at once: a longer read would make a `forget` of the writer wait.
@@ -76,7 +76,7 @@ class Replica:
 
     def predict(self, x: Tree, task: str, *, variance: bool = False) -> Any:
         """Predictions of the net adapted to all data of a task, as `Learner.predict`."""
-        return self.learner.predict(x, task=str(task), variance=variance)
+        return self.learner.predict(x, task=as_name(task), variance=variance)
 
     def predict_many(self, xs: Mapping[str, Tree]) -> dict[str, Any]:
         """Predictions for several tasks at once, as `Learner.predict_many`."""

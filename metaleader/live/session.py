@@ -11,19 +11,18 @@ from typing import Any, Literal, Self
 
 from metaleader.learners.data import checked_batch, inputs_of
 from metaleader.learners.learner import Learner
-from metaleader.live import checkpoints
-from metaleader.live.calls import Codec, Observe, Predict, Readmit, Updates, digest, fingerprint
+from metaleader.live.calls import Observe, Predict, Readmit, Updates, digest, fingerprint
 from metaleader.live.errors import ConflictError, UnknownPredictionError
-from metaleader.live.folder import check_folder, check_new, check_room
+from metaleader.live.folder import check_folder
 from metaleader.live.opening import built, check_numbers, locked
-from metaleader.live.recovery import first_records, open_folder, predictions_of
+from metaleader.live.recovery import open_folder
 from metaleader.live.repair import repair_journal
+from metaleader.live.rewriting import copy_to, forget, is_recorded, rewrite
 from metaleader.live.runner import Runner
 from metaleader.live.together import Together
 from metaleader.live.updater import Updater
 from metaleader.live.writer import Writer
-from metaleader.system.files import make_folder, sync_folder, write_atomic
-from metaleader.tasks import Tree
+from metaleader.tasks import Tree, as_name
 
 _log = logging.getLogger("metaleader")
 Mode = Literal["background", "process", "thread", "inline"]
@@ -124,7 +123,7 @@ class Session:
             OSError: if the journal cannot be written; on a full disk nothing has changed.
         """
         self._check()
-        return self._observe(x, y, str(task), None if key is None else digest("key", str(key)), update)
+        return self._observe(x, y, as_name(task), None if key is None else digest("key", as_name(key, "a key")), update)
 
     def label(self, prediction: str, y: Tree) -> bool:
         """Give the targets of a prediction, which is then an observation of its task.
@@ -140,7 +139,7 @@ class Session:
             ValueError: if there is no such prediction, or the learner refuses the targets.
         """
         self._check()
-        key = digest("prediction", str(prediction))
+        key = digest("prediction", as_name(prediction, "the name of a prediction"))
         call = self._writer.run(lambda: self._waiting(key))
         if call is not None:
             return self._observe(call.x, y, call.task, key, True)
@@ -175,9 +174,8 @@ class Session:
             ValueError: for a task without data, inputs that the model refuses, or a name that was used for others.
         """
         self._check()
-        prediction = (
-            self.learner.predict(x, task=str(task), variance=True) if variance else self._together.predict(x, str(task))
-        )
+        task = as_name(task)
+        prediction = self.learner.predict(x, task, variance=True) if variance else self._together.predict(x, task)
         if name is not None:
             self.remember(x, task=task, name=name)
         return prediction
@@ -185,17 +183,20 @@ class Session:
     def remember(self, x: Tree, *, task: str, name: str) -> None:
         """Store inputs whose targets come later by `label`, as `predict` does with a name; the task may have no data.
 
+        Calling again with the same name and inputs has no effect, also when the prediction has its targets.
+
         Raises:
             ValueError: for a name that was used for other inputs.
         """
         self._check()
-        key = digest("prediction", str(name))
-        call = Predict(str(task), inputs_of(self.learner, x, "remember"), key)
-        before = self._writer.run(lambda: self._waiting(key))
-        if before is not None and fingerprint(before) != fingerprint(call):
-            raise ConflictError(f"the name {name!r} was used for another prediction; use one name per prediction")
-        if before is None and key not in self._ledger.keys:
+        key = digest("prediction", as_name(name, "the name of a prediction"))
+        call = Predict(as_name(task), inputs_of(self.learner, x, "remember"), key)
+        waiting = self._writer.run(lambda: self._waiting(key))
+        before = self._ledger.keys.get(key) if waiting is None else fingerprint(waiting)
+        if before is None:
             self._writer.submit(call)
+        elif before != fingerprint(call):
+            raise ConflictError(f"the name {name!r} was used for another prediction; use one name per prediction")
 
     def predict_many(self, xs: Mapping[str, Tree]) -> dict[str, Any]:
         """Predictions for several tasks at once, as `Learner.predict_many`."""
@@ -210,15 +211,17 @@ class Session:
     def forget(self, task: str) -> None:
         """Delete all data of a task for good: from memory, and from the files, which are written anew.
 
-        What updates have learned from the data stays in the parameters. Backups made before keep the data.
+        That includes inputs of predictions that wait for their targets, and data that limits of memory have dropped but
+        the journal still has. For a task that the learner has no data of, the journal is searched, which reads all of
+        it. What updates have learned from the data stays in the parameters. Backups made before keep the data.
 
         Raises:
-            ValueError: for a task without data.
+            ValueError: for a task that neither the learner nor the files have data of.
             OSError: if the disk has no room for the new files; nothing has changed then.
         """
         self._check()
-        with self._updater.paused():
-            self._writer.run(lambda: self._rewrite(str(task)))
+        name = as_name(task)
+        self._rewrite(forget, name, name in self.learner.tasks or is_recorded(self.folder, name))
 
     def compact(self) -> None:
         """Write the files anew without data that the learner no longer keeps, because of its limits of memory.
@@ -229,36 +232,24 @@ class Session:
         Raises:
             OSError: if the disk has no room for the new files; nothing has changed then.
         """
+        self._rewrite(rewrite)
+
+    def _rewrite(self, function: Callable[..., None], *arguments: Any) -> None:
+        def run() -> None:
+            function(self.folder, self._journal, self._ledger, self._writer, *arguments)
+            self._updater.checkpoint = self._ledger.number
+
         self._check()
         with self._updater.paused():
-            self._writer.run(self._rewrite)
-
-    def _rewrite(self, forgotten: str | None = None) -> None:
-        ledger, codec = self._ledger, Codec()
-        waiting = predictions_of(ledger, self._journal, self._writer.codec)
-        kept = [call for call in waiting if call.task != forgotten]
-        check_room(self.folder, 3 * self._journal.bytes, "compact" if forgotten is None else "forget")
-        if forgotten is not None:
-            ledger.learner.forget(forgotten)
-        try:
-            ledger.refused = []
-            self._journal.replace(first_records(ledger, codec, self._journal.last + 1, kept))
-            self._writer.codec = codec
-            for path in checkpoints.paths(self.folder):
-                path.unlink()
-            sync_folder(self.folder)
-        except BaseException as error:
-            # The learner has forgotten the task, but the files may not have.
-            self._writer.failure = error
-            raise
-        self._updater.checkpoint = ledger.number
+            self._writer.run(run)
 
     def readmit(self, task: str) -> None:
         """Draw a task again that was set aside, as `Learner.readmit`."""
         self._check()
-        if str(task) not in self.learner.set_aside:
-            self.learner.readmit(str(task))  # raises the error
-        self._writer.submit(Readmit(str(task)))
+        name = as_name(task)
+        if name not in self.learner.set_aside:
+            self.learner.readmit(name)  # raises the error
+        self._writer.submit(Readmit(name))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the updates for all data so far are made; False if `timeout` seconds are not enough."""
@@ -307,17 +298,13 @@ class Session:
 
         Args:
             path: a new or empty folder.
+
+        Raises:
+            OSError: if the copy cannot be written. The folder is then deleted.
         """
         self._check()
-        target = Path(path)
-        check_new(target)
-        make_folder(target)
         with self._updater.paused():
-            # The checkpoint first: the journal then includes all that the checkpoint does.
-            for file in checkpoints.paths(self.folder)[:1]:
-                write_atomic(target / file.name, file.read_bytes())
-            self._journal.backup(target)
-        sync_folder(target)
+            copy_to(Path(path), self.folder, self._journal)
 
     def close(self) -> None:
         """Write a checkpoint and close the files; later calls are refused. A second call has no effect.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,5 +56,5 @@ def integers_of(values: Any, where: str) -> list[int]:
     """A list of integers; `where` begins error messages."""
     array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iu" or (array.dtype == np.uint64 and (array >= 2**63).any()):
-        raise ValueError(f"{where} must be a list of integers, got {values!r}")
+        raise ValueError(f"{where} must be a list of integers, got {reprlib.repr(values)}")
     return array.tolist()

@@ -161,6 +161,8 @@ def _refusal(layer: nn.Module) -> str | None:
     """The reason why a layer is not a function of its parameters that can be differentiated twice, if it is not one."""
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
         return "is lazy and has no shape yet; call the model on one batch first"
+    if isinstance(layer, torch.jit.ScriptModule):
+        return "is a compiled program; pass the module that torch.jit was given"
     for kind, reason in _REFUSED.items():
         if isinstance(layer, kind):
             return reason

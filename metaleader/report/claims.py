@@ -285,7 +285,11 @@ def _judge_pair(
     inside = min(low - least, most - high)
     verdict = _verdict(statement, claim, low, high)
     if len(rounds) < run.tasks or len(seeds) < run.seeds:
-        return replace(claim, text=f"{text}; not finished"), inside
+        played = {(r["method"], r["seed"], r["round"]) for r in run.records}
+        methods = {*statement.better, *statement.worse}
+        is_finished = sum(method in methods for method, _, _ in played) == len(methods) * run.tasks * run.seeds
+        reason = "the other tasks have no records of this size" if is_finished else "not finished"
+        return replace(claim, text=f"{text}; {reason}"), inside
     if claim.unit == "datapoints" and verdict != "undecided" and solved[verdict != "agrees"] < 0.5:
         return replace(claim, text=f"{text}; too few solved to tell"), inside
     return replace(claim, verdict=verdict), inside

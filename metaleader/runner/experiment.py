@@ -215,6 +215,13 @@ def _finish(folder: Path) -> None:
     (run,) = load_runs([folder])
     draw_figures(run.records, run.sizes, folder, run.error_name, run.gamma, run.config["styles"])
     Console().print(result_table(run))
+    rounds = {record["round"] for record in run.records}
+    for size in run.sizes:
+        if absent := len(rounds - {record["round"] for record in run.records if record["datapoints"] == size}):
+            print(
+                f"note: {absent} of {len(rounds)} tasks were not measured after {size} datapoints, and are left out"
+                " there; tasks of unequal sizes are compared at the sizes that all have: set reveals"
+            )
     if run.config["regret"] and not (folder / "regret.csv").exists():
         print(f"regret, which needs comparators in hindsight: metaleader regret {folder}")
     print(f"records: {folder / 'records.csv'}")

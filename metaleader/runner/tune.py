@@ -13,7 +13,7 @@ import importlib
 import json
 import math
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,14 +24,16 @@ import tyro
 
 from metaleader.engine.engine import Engine, Mode
 from metaleader.experiments.ranges import Range, search_space
+from metaleader.experiments.settings import with_settings
 from metaleader.report.records import record_error
 from metaleader.report.tune import print_choice
 from metaleader.runner.experiment import check_code, experiment_file, play_round
 from metaleader.runner.grid import locked
-from metaleader.runner.plan import METHOD_NAMES, Plan, RunOptions, find_experiment, planned
+from metaleader.runner.plan import METHOD_NAMES, Plan, RunOptions, find_experiment, make_learner, planned
 from metaleader.runner.trials import Trials, print_trial
 from metaleader.runs.folder import Schedule
 from metaleader.streams.base import View
+from metaleader.system.builders import explained
 from metaleader.system.files import make_folder, write_atomic
 from metaleader.system.machine import set_threads
 from metaleader.tasks import rng
@@ -104,7 +106,7 @@ def run_tune(options: TuneOptions, folder: Path) -> Path:
     if options.trials < 1:
         raise ValueError(f"--trials must be at least 1, got {options.trials}")
     plan = planned(options.run_options(options.methods))
-    search_space(plan.experiment, options.search, plan.methods)
+    _check_values(options, plan, search_space(plan.experiment, options.search, plan.methods))
     _check_at(options.at, plan)
     if any((folder / name).exists() for name in ("tune.json", "config.json", "grid.json")):
         raise ValueError(
@@ -250,7 +252,7 @@ def _distribution(values: Range) -> Any:
 
 def _play(method: str, options: TuneOptions, streams: Sequence[View], settings: list[str]) -> Iterator[float]:
     """Play a trial; yields after each round the mean error over seeds and the last third of the rounds so far."""
-    plan = planned(options.run_options((method,), *settings))
+    plan = planned(options.run_options(options.methods, *settings))
     engine = Engine(options.engine, plan.updates(method), plan.options.device)
     first = options.first_seed
     learners = [
@@ -313,9 +315,21 @@ def _quoted(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _check_values(options: TuneOptions, plan: Plan, space: Mapping[str, Mapping[str, tuple[Range, Any]]]) -> None:
+    """Reject settings that are also given by --set, and ranges of numbers of which a method refuses some."""
+    for method, ranges in space.items():
+        for name, (values, _) in ranges.items():
+            with explained(f"--search {method}.{name}"):
+                for value in values.examples():
+                    texts = [*options.set, f"{method}.{name}={value}"]
+                    experiment = with_settings(plan.source.experiment, texts, plan.methods)
+                    if not values.choices:  # a choice that is refused is a trial that fails
+                        make_learner(experiment, method, seed=options.first_seed)
+
+
 def _check_at(at: int | None, plan: Plan) -> None:
     reveals, reveal = plan.experiment.reveals or 1, plan.experiment.reveal
-    if at is not None and at not in range(reveal, reveal * reveals + 1, reveal):
+    if at is not None and at not in (*range(reveal, reveal * reveals + 1, reveal), *plan.experiment.sizes()):
         raise ValueError(
             f"--at must be a number of datapoints that is measured, {reveal} to {reveal * reveals}, got {at}"
         )

@@ -33,7 +33,8 @@ class ArrayStream(BaseStream):
 
     Args:
         source: a folder of npz files, sorted by name with embedded numbers compared by value; or a mapping from task
-            names to `x`, `y` and optionally `test_x` and `test_y`, as arrays or tensors.
+            names to `x`, `y` and optionally `test_x` and `test_y`, as arrays or tensors. float64 arrays get torch's
+            default dtype.
         held_out: the fraction of rows to hold out, at least one row, for tasks without held-out arrays. The seed and
             the task determine the rows; the order of rows is kept.
         order: "given" or "random".
@@ -194,7 +195,8 @@ def _checked(name: str, arrays: Mapping[str, Tree]) -> dict[str, Tree]:
     checked: dict[str, Tree] = {}
     for x, y in (("x", "y"), ("test_x", "test_y")):
         if x in arrays:
-            checked[x], checked[y] = check_batch(Batch(arrays[x], arrays[y]), f"task {name!r}")
+            batch = Batch(arrays[x], arrays[y])
+            checked[x], checked[y] = check_batch(batch, f"task {name!r}", torch.get_default_dtype())
     return checked
 
 
@@ -211,15 +213,20 @@ def _like(name: str, header: Header) -> torch.Tensor:
         raise ValueError(f"{name} has dtype {header.dtype}, which is not numeric; save numbers")
     if not header.shape:
         raise ValueError(f"{name} is a single value; the first dimension must be the datapoints")
-    dtype = torch.from_numpy(np.empty(0, header.dtype.newbyteorder("="))).dtype
-    return torch.empty(header.shape, dtype=dtype, device="meta")
+    return torch.empty(header.shape, dtype=_tensor(np.empty(0, header.dtype)).dtype, device="meta")
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """An array as a tensor; float64, which NumPy makes by default, becomes torch's default dtype."""
+    tensor = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
 
 def _load(path: Path) -> dict[str, Tree]:
     with _named_errors(path):
         present = npz_headers(path)
         arrays = npz_arrays(path, [name for name in _FIELDS if name in present])
-    return {name: torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) for name, array in arrays.items()}
+    return {name: _tensor(array) for name, array in arrays.items()}
 
 
 @contextlib.contextmanager
@@ -234,6 +241,10 @@ def _named_errors(path: Path) -> Iterator[None]:
 def _check_fields(name: str, fields: Collection[str]) -> None:
     if not {"x", "y"} <= set(fields):
         raise ValueError(f"{name} has {sorted(fields)}; a task has x and y, and optionally test_x and test_y")
+    if others := sorted(set(fields) - set(_FIELDS)):
+        raise ValueError(
+            f"{name} has {others}, which no task has; its arrays are x and y, and optionally test_x and test_y"
+        )
     if ("test_x" in fields) != ("test_y" in fields):
         raise ValueError(f"{name} has only one of test_x and test_y; give both or neither")
 

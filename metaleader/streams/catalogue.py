@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from metaleader.streams.datasets.registry import Folder
 from metaleader.streams.pose.stream import PoseStream
 from metaleader.streams.rainbow import rainbow_digits, rainbow_mnist
 from metaleader.streams.sinusoid import SinusoidStream
+from metaleader.system.builders import unknown
 
 
 def pose(data: Folder = None, **options: Any) -> PoseStream:
@@ -33,6 +35,16 @@ STREAMS: dict[str, Callable[..., BaseStream]] = {
 }
 
 
+# The functions and classes that take the options.
+_MAKERS: dict[str, Callable[..., BaseStream]] = {
+    "rainbow-digits": rainbow_digits,
+    "rainbow-mnist": rainbow_mnist,
+    "cifar100": cifar100,
+    "pose": PoseStream,
+    "sinusoid": SinusoidStream,
+}
+
+
 def make_stream(name: str, seed: int = 0, data: Folder = None, **options: Any) -> BaseStream:
     """Return the stream of a name.
 
@@ -44,7 +56,7 @@ def make_stream(name: str, seed: int = 0, data: Folder = None, **options: Any) -
         options: options of the stream, such as `order`.
 
     Raises:
-        ValueError: if the name is unknown; the message suggests the nearest name.
+        ValueError: if the name or an option is unknown; the message suggests the nearest one.
         FileNotFoundError: if data is missing; the message says how to get it, and which stream needs none.
 
     >>> make_stream("rainbow-digits", order="colour")[0].name
@@ -54,4 +66,8 @@ def make_stream(name: str, seed: int = 0, data: Folder = None, **options: Any) -
         close = difflib.get_close_matches(name.lower(), STREAMS, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}? The names are" if close else "the names are"
         raise ValueError(f"unknown stream {name!r}; {hint} {', '.join(STREAMS)}")
+    valid = [option for option in inspect.signature(_MAKERS[name]).parameters if option not in ("seed", "data")]
+    for option in options:
+        if option not in valid:
+            raise ValueError(unknown(f"option of the stream {name}", option, valid))
     return STREAMS[name](data, seed=seed, **options)

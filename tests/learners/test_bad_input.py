@@ -113,6 +113,18 @@ def test_inputs_of_another_dtype(learners: Any, loss: str, num: int, dtype: torc
     refused(learners[loss], good.x.to(dtype), good.y, rf"{name}.*(convert|share|pass)", update)
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_whole_numbers_are_targets_of_squared_error(dtype: torch.dtype) -> None:
+    """Whole numbers in the first datapoints do not exclude fractions in later ones."""
+    learner = ml.TOE(ml.models.mlp(2, 1, (4,)), ml.losses.squared_error, meta_steps=1, query=2)
+    x, whole = torch.rand(3, 2), torch.tensor([1, 2, 3])
+    for y in (whole.to(dtype), whole + 0.5, whole.to(dtype)[:, None]):
+        learner.observe(x, y, task="a")
+    stored = learner.memory.named("a")
+    assert stored is not None
+    assert torch.equal(stored.y, torch.tensor([1, 2, 3, 1.5, 2.5, 3.5, 1, 2, 3])[:, None])
+
+
 @examples(LEARNERS, SIZES, st.sampled_from([torch.float32, torch.float64, torch.bool]), st.booleans())
 def test_labels_that_are_not_integers(learners: Any, num: int, dtype: torch.dtype, update: bool) -> None:
     x, y = batch(num)
@@ -209,6 +221,17 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device": "gpu"}, "unknown device 'gpu'; use cpu, cuda or auto"),
         ({"weights": "recent"}, r"weights must be a function of the number of tasks, .*; got 'recent'"),
         ({"inner_lr": "0.1"}, r"inner_lr must be a number, .*; got '0.1'"),
+        ({"meta_lr": "0.1"}, r"meta_lr must be a number, .*; got '0.1'"),
+        ({"meta_lr": None}, r"meta_lr must be a number, .*; got None"),
+        ({"meta_lr": [1]}, r"meta_lr must be a number, .*; got \[1\]"),
+        ({"meta_lr": [(0, 0.1), (5.5, 0.1)]}, r"meta_lr must be a number, "),
+        ({"clip": "1"}, "clip must be a positive number or None, got '1'"),
+        ({"only": -1}, "only must be 'last', a pattern of names of parameters, or None; got -1"),
+        ({"only": ["head"]}, r"only must be 'last', .*; got \['head'\]"),
+        ({"preprocess": "scale"}, "preprocess must be a function of x, or None; got 'scale'"),
+        ({"preprocess": ()}, r"preprocess must be a function of x, or None; got \(\)"),
+        ({"device": None}, "unknown device None; use cpu, cuda or auto"),
+        ({"data_folder": 3}, "data_folder must be a path or None, got 3"),
     ],
 )
 def test_settings_that_cannot_be(options: Any, message: str) -> None:

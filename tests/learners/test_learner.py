@@ -873,3 +873,40 @@ def test_an_interrupt_while_data_is_kept_leaves_the_learner(task: Any, monkeypat
 
 def interrupted(*args: Any) -> None:
     raise KeyboardInterrupt
+
+
+def test_step_sizes_of_groups_are_kept() -> None:
+    """The step sizes that a user's optimiser gives to its groups; a schedule scales them."""
+
+    def in_groups(params: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": params[:2], "lr": lr / 10}, {"params": params[2:]}], lr=lr)
+
+    def moved(**options: Any) -> list[torch.Tensor]:
+        learner = ml.TOE(lambda: ml.models.mlp(2, 1, (3,)), ml.losses.squared_error, meta_steps=2, query=4, **options)
+        learner.begin("a")
+        before = [value.clone() for value in learner.params.values()]
+        learner.observe(torch.ones(8, 2), torch.arange(8.0), update=False)
+        learner.update(1)
+        return [after - old for after, old in zip(learner.params.values(), before, strict=True)]
+
+    plain, grouped = moved(optimizer=torch.optim.SGD, meta_lr=1e-3), moved(optimizer=in_groups, meta_lr=1e-3)
+    for i, (one, other) in enumerate(zip(plain, grouped, strict=True)):
+        torch.testing.assert_close(other, one / 10 if i < 2 else one)
+    own = moved(optimizer=lambda params, lr: torch.optim.SGD(params, lr=2e-3), meta_lr=[(0, 1e-3), (5, 1e-4)])
+    for one, other in zip(plain, own, strict=True):
+        torch.testing.assert_close(other, 2 * one)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (torch.optim.LBFGS, "LBFGS evaluates the loss several times in a step; use another optimizer"),
+        (lambda params, lr: params, "optimizer must build a torch.optim.Optimizer, got list"),
+    ],
+)
+def test_optimizers_that_cannot_be_used(optimizer: Any, message: str) -> None:
+    learner = ml.TOE(lambda: ml.models.mlp(2, 1, (3,)), ml.losses.squared_error, optimizer=optimizer, query=4)
+    learner.begin("a")
+    with pytest.raises(ValueError, match=message):
+        learner.observe(torch.ones(8, 2), torch.ones(8, 1))
+    assert learner.num_datapoints == 0

@@ -141,6 +141,29 @@ def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
     assert loaded.tasks == learner.tasks
 
 
+def test_an_integer_is_the_name_of_its_digits() -> None:
+    learner: Any = MAKE["toe"]()
+    for name in (3, "3", np.int64(3)):
+        learner.observe(*data(1), task=name, update=False)
+    learner.begin(4)
+    assert (learner.tasks, learner.task) == ({"3": 15}, "4")
+    assert torch.equal(learner.predict(data(2).x, task=3), learner.predict(data(2).x, task="3"))
+    learner.forget(3)
+    assert not learner.tasks
+
+
+@pytest.mark.parametrize("name", [None, float("nan"), 3.0, True, b"3", ("a", 1), np.float64(3), "\ud800"], ids=repr)
+def test_other_names_are_refused(name: Any) -> None:
+    """Rows of a table without a customer must not become one task named "nan"."""
+    learner = MAKE["toe"]()
+    with pytest.raises(ValueError, match="the name of a task must be"):
+        learner.begin(name)
+    if name is not None:
+        with pytest.raises(ValueError, match="the name of a task must be"):
+            learner.observe(*data(1), task=name)
+    assert (learner.tasks, learner.round) == ({}, -1)
+
+
 def test_forget() -> None:
     learner, never = (MAKE["ftml"]() for _ in range(2))
     for i, name in enumerate(NAMES):

@@ -3,7 +3,8 @@
 import pytest
 from sessions import batch, make
 
-from metaleader.live.journal import MARK, NAME, _packed_mark
+from metaleader.live.journal import NAME
+from metaleader.live.mark import MARK, Mark
 from metaleader.live.session import Session
 
 
@@ -26,7 +27,7 @@ def test_a_session_that_was_killed_when_it_was_created(left, tmp_path):
     for name in left:
         (tmp_path / name).touch()
     if MARK in left:
-        (tmp_path / MARK).write_bytes(_packed_mark(0, bytes(8)))
+        Mark(tmp_path).create()
     with Session(tmp_path, make) as session:
         assert session.observe(*batch(0), task="a")
 

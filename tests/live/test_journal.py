@@ -11,7 +11,8 @@ import threading
 import pytest
 
 from metaleader.live import journal as module
-from metaleader.live.journal import MARK, NAME, Journal
+from metaleader.live.journal import NAME, Journal
+from metaleader.live.mark import MARK, Mark
 
 
 def contents(count, seed=0):
@@ -202,7 +203,7 @@ def test_a_damaged_mark_is_named(made, content):
 
 def test_other_files_are_refused(tmp_path):
     (tmp_path / NAME).write_bytes(b"x" * 5000)
-    (tmp_path / MARK).write_bytes(module._packed_mark(0, bytes(8)))
+    Mark(tmp_path).create()
     with pytest.raises(ValueError, match="damaged"):
         Journal(tmp_path)
     (tmp_path / NAME).unlink()
@@ -334,8 +335,8 @@ def test_a_backup_is_made_while_the_journal_is_written(made):
 def test_reading_computes_one_checksum_per_record(tmp_path, monkeypatch):
     journal = Journal(tmp_path)
     journal.append([b"record"] * 50)
-    computed, original = [], module._check
-    monkeypatch.setattr(module, "_check", lambda *arguments: (computed.append(1), original(*arguments))[1])
+    computed, original = [], module.checksum_of
+    monkeypatch.setattr(module, "checksum_of", lambda *arguments: (computed.append(1), original(*arguments))[1])
     assert len(list(journal.read())) == 50
     assert len(computed) == 50
     journal.close()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from sessions import ROWS, batch, make, same_state
 
-from metaleader.live.journal import MARK, NAME
+from metaleader.live.journal import NAME
+from metaleader.live.mark import MARK
 from metaleader.live.session import Session
 
 

@@ -191,6 +191,10 @@ def test_forgetting(tmp_path):
         answer = http.delete("/tasks/a")
         assert (answer.status_code, answer.json()) == (404, {"error": "no data of task 'a'"})
         assert not service._predictions
+        http.post("/v2/models/c/infer?name=order 2", json=inputs(5))
+        assert http.delete("/tasks/c").status_code == 200
+        assert http.post("/predictions/order 2/label", json=body(tensor("y", batch(5)[1]))).status_code == 404
+        assert http.delete("/tasks/c").status_code == 404
     assert b'"a"' not in (tmp_path / "service.json").read_bytes()
 
 

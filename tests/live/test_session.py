@@ -1,9 +1,12 @@
 """Sessions: the learner's verbs, made durable."""
 
+import contextlib
+import errno
 import logging
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -18,6 +21,7 @@ from sessions import ROWS, batch, calls, differences, make, make_head, make_size
 
 from metaleader import losses, models
 from metaleader.learners import FTML, TOE, Scratch
+from metaleader.live import journal
 from metaleader.live.calls import Observe, Update
 from metaleader.live.errors import ConflictError, UnknownPredictionError
 from metaleader.live.replica import Replica
@@ -184,6 +188,24 @@ def _run(threads):
         thread.join()
 
 
+def test_names_that_are_no_text_are_refused(tmp_path):
+    x, y = batch(1)
+    with Session(tmp_path, make) as session:
+        for name in (None, float("nan"), 1.0):
+            for call in (
+                lambda name=name: session.observe(x, y, task=name),
+                lambda name=name: session.remember(x, task=name, name="order 1"),
+                lambda name=name: session.predict(x, name),
+            ):
+                with pytest.raises(ValueError, match=r"the name of a task must be a string or an integer"):
+                    call()
+        with pytest.raises(ValueError, match="a key must be a string or an integer, got"):
+            session.observe(x, y, task="a", key=["event"])
+        assert session.observe(x, y, task=3, key=1) is True
+        assert session.observe(x, y, task="3", key="1") is False
+        assert session.learner.tasks == {"3": ROWS}
+
+
 def test_labels_come_later(tmp_path, mode):
     folder = tmp_path / "a"
     with filled(folder, mode) as session:
@@ -221,9 +243,15 @@ def test_inputs_of_a_task_without_data_are_remembered(tmp_path):
             session.label("order 2", y)
         assert session.label("order 1", y) is True
         assert session.label("order 1", y) is False
-        session.remember(x, task="new", name="order 1")
-        assert session.status()["predictions"] == 0
-        assert session.learner.tasks == {"new": ROWS}
+    for rewrites in (False, True):  # the name is known after a restart, and after the journal was written anew
+        with Session(tmp_path, make) as session:
+            session.remember(x, task="new", name="order 1")
+            assert session.status()["predictions"] == 0
+            assert session.learner.tasks == {"new": ROWS}
+            with pytest.raises(ConflictError, match="name 'order 1' was used for another prediction"):
+                session.predict(x + 1, "new", name="order 1")
+            if not rewrites:
+                session.compact()
 
 
 def test_predictions_of_many_tasks(tmp_path):
@@ -260,6 +288,32 @@ def test_a_forgotten_task_is_nowhere(tmp_path, mode):
         assert session.observe(*batch(3), task="customer 3", key="event 3") is False
         assert session.label("kept prediction", batch(0)[1]) is True
     assert not _holds(tmp_path / "killed", b"secret name", secret[0])
+
+
+def test_inputs_without_targets_are_forgotten(tmp_path):
+    secret = torch.full((3, 2), 12345.678)
+    with Session(tmp_path, make) as session:
+        session.remember(secret, task="secret name", name="order 1")
+        assert _holds(tmp_path, b"secret name", secret)
+        session.forget("secret name")
+        assert not _holds(tmp_path, b"secret name", secret)
+        with pytest.raises(UnknownPredictionError):
+            session.label("order 1", torch.zeros(3, 1))
+
+
+def test_data_that_limits_have_dropped_is_forgotten(tmp_path):
+    secret = torch.full((3, 2), 12345.678), torch.full((3, 1), 0.5)
+    with Session(tmp_path, lambda: make(max_tasks=2), updates="inline") as session:
+        session.observe(*secret, task="secret name", update=False)
+        for i in range(2):
+            session.observe(*batch(i), task=f"customer {i}")
+        state = session.learner.state_dict()
+        assert "secret name" not in session.learner.tasks
+        session.forget("secret name")
+        assert not _holds(tmp_path, b"secret name", secret[0])
+        assert same_state(session.learner, plain_learner_of(state))
+        with pytest.raises(ValueError, match="no data of task 'secret name'"):
+            session.forget("secret name")
 
 
 def _holds(folder, name, x):
@@ -543,6 +597,32 @@ def test_a_backup_can_be_opened(tmp_path, mode):
         assert same_state(session.learner, plain_learner_of(state))
 
 
+class _FullDisk:
+    """A connection to a journal whose copy does not fit the disk."""
+
+    def backup(self, target):
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL  # pyright: ignore[reportAttributeAccessIssue]
+        raise error
+
+    def close(self):
+        pass
+
+
+def test_a_backup_on_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    with filled(tmp_path / "a") as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(journal, "connect", lambda path, readonly: _FullDisk())
+            with pytest.raises(OSError, match=r"cannot write the backup .*full") as caught:
+                session.backup(tmp_path / "b")
+            assert caught.value.errno == errno.ENOSPC
+        assert not (tmp_path / "b").exists()
+        session.backup(tmp_path / "b")
+        state = session.learner.state_dict()
+    with Session(tmp_path / "b", make) as session:
+        assert same_state(session.learner, plain_learner_of(state))
+
+
 def test_a_task_at_fault_is_set_aside(tmp_path, mode, caplog):
     """Its data is kept, the updates go on without it, and a replay does the same."""
     folder = tmp_path / "a"
@@ -638,3 +718,15 @@ def test_methods_of_a_users_own_are_called(tmp_path):
         shutil.copytree(tmp_path / "a", tmp_path / "killed")
     with Session(tmp_path / "killed", make_mine) as session:
         assert same_state(session.learner, _loaded(make_mine(), state))
+
+
+def test_a_folder_that_was_deleted_stores_nothing(tmp_path, mode):
+    folder = tmp_path / "a"
+    session = Session(folder, make, updates=mode)
+    assert session.observe(*batch(1), task="a") is True
+    shutil.rmtree(folder)
+    with pytest.raises(FileNotFoundError, match=r"journal.mark was deleted while it was in use"):
+        session.observe(*batch(2), task="a")
+    assert session.learner.tasks == {"a": ROWS}
+    with contextlib.suppress(OSError):
+        session.close()

@@ -54,3 +54,9 @@ def test_other_interpolations_are_torchs():
     assert torch.equal(composed.interpolate(x, **options), F.interpolate(x, **options))
     with pytest.raises(ValueError, match="align_corners"):
         composed.interpolate(x, 7, mode="nearest-exact", align_corners=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch, for the whole module
+def test_a_compiled_program_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"is a compiled program; pass the module that torch.jit was given"):
+        Network(torch.jit.trace(nn.Linear(2, 1), torch.ones(1, 2)), losses.squared_error)

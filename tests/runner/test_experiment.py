@@ -11,8 +11,10 @@ import pytest
 import tiny
 import torch
 
+import metaleader as ml
 from metaleader.learners import FTML
 from metaleader.presets import PRESETS
+from metaleader.report.claims import check_claims
 from metaleader.runner import experiment as runner
 from metaleader.runner import run_experiment
 from metaleader.runner.plan import RunOptions, planned, planned_updates
@@ -129,6 +131,31 @@ def test_the_end_is_the_table_and_the_path_of_the_report(tmp_path, capsys):
     assert (tmp_path / "run" / "report.html").stat().st_size > 1000
     assert (tmp_path / "run" / "figure.png").stat().st_size > 1000
     assert any("from scratch" in line and "±" in line for line in out)
+
+
+def test_tasks_of_unequal_sizes_are_noted(tmp_path, monkeypatch, capsys):
+    def stream(seed):
+        batches = [ml.Batch(torch.ones(rows, 1), torch.ones(rows, 1)) for rows in (6, 4, 6, 5)]
+        return [ml.Task(str(i), batch, batch) for i, batch in enumerate(batches)]
+
+    experiment = ml.Experiment(
+        stream=stream,
+        network=lambda: ml.models.mlp(1, 1, (2,)),
+        loss=ml.losses.squared_error,
+        methods={"toe": {}, "ftl": {}},
+        reveal=2,
+        meta_steps=1,
+        steps=(1,),
+        threads=1,
+        claims=[ml.better("toe", "ftl", at=6), ml.better("toe", "ftl", at=2)],
+    )
+    monkeypatch.setitem(PRESETS, "unequal", lambda schedule="standard": experiment)
+    run_experiment(RunOptions("unequal", ("toe", "ftl"), seeds=2, engine="eager"), tmp_path)
+    assert capsys.readouterr().out.count("note: 2 of 4 tasks were not measured after 6 datapoints") == 1
+    six, two = check_claims(tmp_path)
+    assert "2 of 4 tasks, 2 of 2 seeds; the other tasks have no records of this size" in six.text
+    assert six.verdict == "undecided"
+    assert "4 of 4 tasks, 2 of 2 seeds" in two.text
 
 
 def test_choices_are_made_and_names_checked():

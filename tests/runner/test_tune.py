@@ -156,6 +156,9 @@ def test_trials_that_fail_are_counted_and_avoided(file, status, tmp_path):
         (["--search", "mean.scale=1..2"], "there is no range for toe"),
         (["--search", "scale=1..2", "--methods", "mean", "--trials", 0], "--trials must be at least 1"),
         (["--search", "scale=1..2", "--methods", "mean", "--at", 3], "2 to 4, got 3"),
+        (["--search", "toe.query=1..3.5", "--methods", "toe"], "query must be an integer of at least 1, got 1.0"),
+        (["--search", "toe.query=0..3", "--methods", "toe"], "query must be an integer of at least 1, got 0"),
+        (["--search", "mean.scale=1..2", "--set", "mean.scale=3", "--methods", "mean"], "mean.scale is set twice"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(file, status, tmp_path, arguments, message):
@@ -163,6 +166,13 @@ def test_bad_arguments_are_refused_before_anything_is_written(file, status, tmp_
     assert (code, error.count("\n")) == (2, 1)
     assert message in error
     assert not (tmp_path / "tune").exists()
+
+
+def test_settings_of_one_method_leave_the_others(file, status, tmp_path):
+    search = ("--search", "mean.scale=1..2", "--search", "toe.meta_lr=log:1e-3..1e-2", "--methods", "mean,toe")
+    settings = ("--set", "toe.query=2", "--trials", 1, "--seeds", 1, "--tasks", 1)
+    assert status("tune", file, *search, *settings, "--out", tmp_path / "tune")[0] == 0
+    assert [trial["state"] for trial in trials_of(tmp_path / "tune")] == ["finished", "finished"]
 
 
 def test_optuna_that_is_not_installed(file, status, tmp_path, monkeypatch):

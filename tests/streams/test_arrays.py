@@ -92,6 +92,17 @@ def test_other_byte_orders(tmp_path):
         assert part.dtype == expected.dtype
 
 
+def test_float64_arrays_get_the_dtype_of_models(tmp_path):
+    arrays = {"x": np.linspace(0, 1, 20).reshape(10, 2), "y": np.linspace(0, 1, 10)}
+    np.savez(tmp_path / "task.npz", **arrays)
+    for stream in (ArrayStream({"task": arrays}), ArrayStream(tmp_path)):
+        assert {part.dtype for part in (*stream[0].train, *stream[0].test)} == {torch.float32}
+        learner = ml.FTML(torch.nn.Linear(2, 1), ml.losses.squared_error, meta_steps=1)
+        assert len(list(ml.play(learner, stream, reveal=4))) == 2
+    doubles = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    assert ArrayStream({"task": doubles})[0].train.x.dtype == torch.float64
+
+
 def test_a_folder_plays(folder):
     learner = ml.FTML(torch.nn.Linear(2, 1), lambda p, y: (p[:, 0] - y).square() * 1e-4, meta_steps=1, inner_lr=1e-3)
     assert len(list(ml.play(learner, ArrayStream(folder), reveal=5))) == 8
@@ -108,7 +119,8 @@ class Hostile:
         ({"x": None}, r"has \['test_x', 'test_y', 'y'\]; a task has x and y"),
         ({"test_y": None}, "only one of test_x and test_y"),
         ({"x": np.zeros((10, 3), np.float32)}, r"rows of float32\[3\], but earlier datapoints have float32\[2\]"),
-        ({"x": np.zeros((10, 2))}, r"rows of float64\[2\]"),
+        ({"x": np.zeros((10, 2), np.float16)}, r"rows of float16\[2\]"),
+        ({"x_test": np.zeros((4, 2), np.float32)}, r"has \['x_test'\], which no task has"),
         ({"test_x": np.zeros((4, 1), np.float32)}, "task 'task_2', test_x and test_y: x has rows"),
         ({"y": np.zeros(9, np.int64)}, "unequal numbers of rows"),
         ({"y": np.int64(3)}, "single value"),

@@ -18,6 +18,7 @@ from metaleader.streams import (
     QuadraticStream,
     SinusoidStream,
     View,
+    make_stream,
     rainbow_digits,
 )
 from metaleader.tasks import TaskStream
@@ -103,3 +104,11 @@ def test_cameras_of_a_view(tmp_path):
     assert np.array_equal(stream[1:].camera(0).position, stream.camera(1).position)
     assert np.array_equal(stream.camera(-1).position, stream.camera(2).position)
     assert SinusoidStream()[:2].camera is None
+
+
+@pytest.mark.parametrize("name", ["rainbow-digits", "rainbow-mnist", "cifar100", "pose", "sinusoid"])
+def test_an_option_that_a_stream_does_not_have_is_refused(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"unknown option of the stream {name} 'ordr'; did you mean 'order'\? There are "
+    ):
+        make_stream(name, ordr="random")

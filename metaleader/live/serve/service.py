@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from metaleader.live.errors import UnknownTaskError
 from metaleader.live.replica import Replica
 from metaleader.live.serve.batcher import Batcher, Known, Predicted
 from metaleader.live.serve.bodies import rows_of, tree_of
@@ -175,11 +176,12 @@ class Service:
     async def forget(self, task: str) -> None:
         """Delete all data of a task."""
         session = self._writer()
-        if not self.known(task).datapoints:
-            raise RefusedError(404, f"no data of task {task!r}")
 
         def forget() -> None:
-            session.forget(task)
+            try:
+                session.forget(task)
+            except UnknownTaskError as error:
+                raise RefusedError(404, f"no data of task {task!r}") from error
             self.history.forget(task)
             for name in [name for name, (other, _) in list(self._predictions.items()) if other == task]:
                 self._predictions.pop(name, None)
