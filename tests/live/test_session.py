@@ -190,6 +190,7 @@ def _run(threads):
 
 def test_names_that_are_no_text_are_refused(tmp_path):
     x, y = batch(1)
+    session: Any
     with Session(tmp_path, make) as session:
         for name in (None, float("nan"), 1.0):
             for call in (

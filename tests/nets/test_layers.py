@@ -58,5 +58,6 @@ def test_other_interpolations_are_torchs():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch, for the whole module
 def test_a_compiled_program_is_refused() -> None:
+    traced: Any = torch.jit.trace(nn.Linear(2, 1), torch.ones(1, 2))
     with pytest.raises(ValueError, match=r"is a compiled program; pass the module that torch.jit was given"):
-        Network(torch.jit.trace(nn.Linear(2, 1), torch.ones(1, 2)), losses.squared_error)
+        Network(traced, losses.squared_error)
