@@ -149,18 +149,15 @@ def _cache() -> Any:
     return Cache
 
 
-def affine_stride(index: Any, var: Any) -> Any:
-    """The stride of an index in a variable if it is affine in it; None for other indices."""
+def stride_by_terms(index: Any, var: Any, vec_length: int | None, stride_of: Callable[..., Any]) -> Any:
+    """The stride of an index in a variable, from those of the factors that depend on it; `stride_of` is remembered."""
     import sympy
 
     total = sympy.S.Zero
     for term in sympy.Add.make_args(index):
-        if not term.has(var):
-            continue
-        factor, rest = term.as_coeff_Mul()
-        if rest != var:
-            return None
-        total += factor
+        if term.has(var):
+            number, factor = term.as_coeff_Mul()
+            total += number if factor == var else number * stride_of(factor, var, vec_length)
     return total
 
 
@@ -168,8 +165,9 @@ def affine_stride(index: Any, var: Any) -> Any:
 def _install() -> None:
     """Change two functions of Inductor.
 
-    Its loader of generated code, which passes on one kernel after the other, collects them. The strides of affine
-    indices are read off: computing them by `sympy.simplify` takes an eighth of the time without the C++ compiler.
+    Its loader of generated code, which passes on one kernel after the other, collects them. The strides of indices are
+    computed term by term: `sympy.simplify` of whole indices takes a tenth of the time without the C++ compiler for a
+    GRU, two fifths for a ResNet, whose indices have quotients and remainders.
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codegen import cpp
@@ -183,7 +181,7 @@ def _install() -> None:
         # It compiles programs that test the processor, which takes seconds; the recording goes on meanwhile.
         threading.Thread(target=test_instructions, daemon=True).start()
     add, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
-    stride_of = cpp.stride_at_vec_range  # pyright: ignore[reportPrivateImportUsage]
+    stride_of = functools.lru_cache(2**16)(cpp.stride_at_vec_range)  # pyright: ignore[reportPrivateImportUsage]
 
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
         if not getattr(_active, "on", False):
@@ -199,8 +197,7 @@ def _install() -> None:
         wait(self, scope)
 
     def stride_at_vec_range(index: Any, var: Any, vec_length: int | None = None) -> Any:
-        stride = affine_stride(index, var)
-        return stride_of(index, var, vec_length) if stride is None else stride
+        return stride_by_terms(index, var, vec_length, stride_of)
 
     AsyncCompile.cpp_pybinding, AsyncCompile.wait = cpp_pybinding, wait_for_bundle  # pyright: ignore
     cpp.stride_at_vec_range = stride_at_vec_range  # pyright: ignore[reportPrivateImportUsage]

@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sympy
@@ -10,16 +11,18 @@ from torch import Tensor
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
 from torch._inductor.sizevars import stride_at_vec_range
 from torch._inductor.utils import fresh_cache
-from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+from torch.utils._sympy import functions
 
 from metaleader.engine import kernels
-from metaleader.engine.kernels import Bundle, affine_stride, bundled
+from metaleader.engine.kernels import Bundle, bundled, stride_by_terms
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),
     pytest.mark.filterwarnings("ignore:.*lru_cache.*:UserWarning"),
 ]
 X, Y = sympy.symbols("x y", integer=True)
+quotient: Any = functions.FloorDiv
+remainder: Any = functions.ModularIndexing
 SOURCE = """
 #include <cstdint>
 extern "C"  void  kernel(const float* in_ptr0, float* out_ptr0)
@@ -74,12 +77,21 @@ def test_a_broken_kernel_is_an_error(inductor: None, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(
     "index",
-    [32 * X + Y + 640, X, Y, sympy.Integer(3), -X + 7 * Y, FloorDiv(Y, 3) + 5 * X, 2 * X + ModularIndexing(Y, 2, 5)],
+    [
+        32 * X + Y + 640,
+        X,
+        Y,
+        sympy.Integer(3),
+        -X + 7 * Y,
+        quotient(Y, 3) + 5 * X,
+        2 * X + remainder(Y, 2, 5),
+        X * Y + X**2,
+        3 * quotient(X, 2) + X,
+        5 * quotient(X, 32) + 2 * remainder(X, 1, 32) + 7 * quotient(Y, 2),
+        remainder(X + 2 * Y, 4, 8) - 9 * X,
+    ],
 )
-def test_affine_strides_equal_those_of_sympy(index: sympy.Expr) -> None:
-    assert affine_stride(index, X) == stride_at_vec_range(index, X, 16)
-
-
-@pytest.mark.parametrize("index", [X * Y, X**2, FloorDiv(X, 2) + X, ModularIndexing(X, 1, 8)])
-def test_other_indices_have_no_affine_stride(index: sympy.Expr) -> None:
-    assert affine_stride(index, X) is None
+@pytest.mark.parametrize("vec_length", [None, 16])
+def test_strides_by_terms_equal_those_of_the_whole_index(index: sympy.Expr, vec_length: int | None) -> None:
+    found = stride_by_terms(index, X, vec_length, stride_at_vec_range)
+    assert sympy.simplify(found - stride_at_vec_range(index, X, vec_length)) == 0
