@@ -1,11 +1,11 @@
-"""The gradient of any network that compiles: the adjoint recursion over functions compiled by torch.compile.
+"""The gradient of any network that compiles: the adjoint recursion over a function compiled by torch.compile.
 
-The adjoint step is the vector-Jacobian product of the inner step,
+The adjoint step needs the derivative of the inner gradients g at theta_s,
 
-    lambda_s = (d theta_{s+1} / d theta_s)^T lambda_{s+1},
+    lambda_s = lambda_{s+1} - H(theta_s) (D lambda_{s+1}),
 
-so the compiled inner step and its backward function are enough. The activations of an inner step are its linearisation,
-which is kept for its adjoint step.
+so the compiled gradients of the tasks and their backward function are enough. The activations of g are its
+linearisation, which is kept for its adjoint step.
 """
 
 from __future__ import annotations
