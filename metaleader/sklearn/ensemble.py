@@ -26,8 +26,8 @@ from metaleader.losses import squared_error
 from metaleader.sklearn.trees import ClassTrees
 from metaleader.tasks import Batch
 
-# Held-out groups are predicted from this many of their datapoints, and need two more to be measured on. The second number
-# is for data whose groups are smaller.
+# Held-out groups are predicted from this many of their datapoints, and need two more to be measured on. The second
+# number is for data whose groups are smaller.
 _SHOTS = (10, 5)
 _MEASUREMENTS = 30
 _WARM_UP, _LAST_LR = 0.3, 0.05

@@ -59,7 +59,8 @@ class ClassTrees:
         chosen = rng.permutation(len(y))[:_BOOSTED_ROWS] if len(y) > _BOOSTED_ROWS else slice(None)
         boosted = forest
         if len(np.unique(y[chosen])) > 1:
-            boosted = HistGradientBoostingClassifier(l2_regularization=1.0, early_stopping=False, random_state=seed)
+            settings = {"l2_regularization": 1.0, "early_stopping": False, "random_state": seed}
+            boosted = HistGradientBoostingClassifier(**settings)
             # On a busy machine, several threads for these short loops can take many times as long as one.
             with threadpool_limits(1, "openmp"):
                 boosted.fit(inputs[chosen], y[chosen])
