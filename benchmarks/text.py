@@ -172,6 +172,37 @@ def ftml_head(known: list[np.ndarray], seed: int) -> Method:
     return meta(known, seed, 400, adaptation=BayesianHead())
 
 
+def ftml_linear(known: list[np.ndarray], seed: int) -> Method:
+    """FTML with a head in closed form on the features themselves, on 40 random tasks of known classes."""
+    from torch import nn
+
+    import metaleader as ml
+
+    def network() -> nn.Module:
+        linear = nn.Linear(known[0].shape[1], WAYS)
+        nn.init.zeros_(linear.weight)
+        nn.init.zeros_(linear.bias)
+        return nn.Sequential(linear)
+
+    settings: dict[str, Any] = {"adaptation": ml.BayesianHead(), "support": 25, "query": 25, "seed": seed}
+    learner = ml.FTML(network, ml.losses.cross_entropy, meta_steps=0, **settings)
+    starts, rng = np.cumsum([0, *map(len, known)]), np.random.default_rng(seed)
+    for i in range(40):
+        classes = rng.permutation(len(known))[:WAYS].tolist()
+        learner.begin(f"task {i}", classes=classes)
+        y = np.repeat(np.arange(WAYS), [len(known[c]) for c in classes])
+        ids = np.concatenate([np.arange(starts[c], starts[c + 1]) for c in classes])
+        learner.observe(np.concatenate([known[c] for c in classes]), y, ids=ids.tolist(), update=False)
+    learner.update(100)
+
+    def predict(x: np.ndarray, y: np.ndarray, x_new: np.ndarray) -> np.ndarray:
+        learner.begin("new", classes=[len(known) + i for i in range(WAYS)])
+        learner.observe(x, y, update=False)
+        return learner.predict(x_new).argmax(1).numpy()
+
+    return predict
+
+
 def logistic(known: list[np.ndarray], seed: int) -> Method:
     """One logistic regression per task."""
     from sklearn.linear_model import LogisticRegression
@@ -186,7 +217,7 @@ def nearest_mean(known: list[np.ndarray], seed: int) -> Method:
     return lambda x, y, x_new: NearestCentroid().fit(x, y).predict(x_new)
 
 
-METHODS = (ftml_head, ftml, logistic, nearest_mean)
+METHODS = (ftml_head, ftml_linear, ftml, logistic, nearest_mean)
 
 
 def measure(
