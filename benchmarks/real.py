@@ -137,6 +137,28 @@ def contraception() -> Stream:
     return Stream(x.astype(float), data.use.to_numpy(str), data.district.to_numpy(), classes=True)
 
 
+def tuna() -> Stream:
+    """The brand of tuna that a household buys, from the prices of five brands (Tuna)."""
+    data = _frame("Ecdat", "Tuna")
+    x = data.filter(regex=r"^price\.").to_numpy(float)
+    return Stream(x, data["Tuna.choice"].to_numpy(str), data["Tuna.hid"].to_numpy(), classes=True)
+
+
+def trips() -> Stream:
+    """Which of two journeys by train a person prefers, from prices, times, changes and comfort (Train)."""
+    data = _frame("Ecdat", "Train")
+    x = data.filter(regex=r"^(price|time|change|comfort)[12]$").to_numpy(float)
+    return Stream(x, data.choice.to_numpy(str), data.id.to_numpy(), classes=True)
+
+
+def insurance() -> Stream:
+    """Whether a person has health insurance, by commune of Vietnam (VietNamI)."""
+    data = _frame("Ecdat", "VietNamI")
+    columns = ["pharvis", "lnhhexp", "age", "married", "educ", "illness", "injury", "illdays", "actdays"]
+    x = np.column_stack([data[columns].to_numpy(float), data.sex == "male"])
+    return Stream(x, data.insurance.to_numpy(int), data.commune.to_numpy(), classes=True)
+
+
 def _brands(item: str) -> Stream:
     data = _frame("Ecdat", item)
     x = data.filter(regex=r"^(feat|disp|price)\.").to_numpy(float)
@@ -147,7 +169,7 @@ STREAMS: dict[str, Callable[[], Stream]] = {
     function.__name__: function
     for function in (
         *(schools, ratings, employment, lecturers, wages, airlines, reactions, yogurt, crackers),
-        *(ketchup, union, prenatal, contraception),
+        *(ketchup, union, prenatal, contraception, tuna, trips, insurance),
     )
 }
 

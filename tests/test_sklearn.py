@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 import scipy.optimize
 import torch
-from sklearn.ensemble import RandomForestClassifier
+from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -20,8 +20,8 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 
 from metaleader.losses import cross_entropy, squared_error
 from metaleader.sklearn import MetaClassifier, MetaRegressor
-from metaleader.sklearn.ensemble import Ensemble
-from metaleader.sklearn.forest import ClassForest
+from metaleader.sklearn.ensemble import Ensemble, _best_temperature
+from metaleader.sklearn.trees import ClassTrees
 from metaleader.tasks import Batch
 
 SMALL: dict[str, Any] = {"hidden": (8,), "members": 2, "updates": 150, "learning_rate": 0.03}
@@ -110,36 +110,74 @@ def test_the_kinds_of_members() -> None:
     ]
     network, linear = (["hidden.0.weight", "hidden.0.bias", "head.weight", "head.bias"], ["head.weight", "head.bias"])
     assert found[0] == [(network, None), (network, "bias"), (linear, None), (network, "bias")]
-    assert found[1] == [(network, None), (linear, None), (network, "bias")]  # and a forest
+    assert found[1] == [(network, None), (linear, None)]  # and a forest and boosted trees
 
 
-def test_a_forest_is_that_of_scikit_learn_on_inputs_and_shrunk_shares() -> None:
-    rng = np.random.default_rng(0)
-    sizes = [6, 2, 9]  # the second group is too small to train on
-    batches = {
+def labelled(sizes: list[int], classes: int, seed: int = 0) -> dict[str, Batch]:
+    rng = np.random.default_rng(seed)
+    return {
         name: Batch(
-            torch.from_numpy(rng.normal(size=(n, 2)).astype(np.float32)), torch.from_numpy(rng.integers(0, 3, n))
+            torch.from_numpy(rng.normal(size=(n, 2)).astype(np.float32)), torch.from_numpy(rng.integers(0, classes, n))
         )
-        for name, n in zip("abc", sizes, strict=True)
+        for name, n in zip("abcd", sizes, strict=False)
     }
+
+
+def test_trees_are_those_of_scikit_learn_on_inputs_shrunk_shares_and_places_of_groups() -> None:
+    batches = labelled([36, 2, 39], classes=3)  # the second group is too small to train on
     labels = np.concatenate([batch.y.numpy() for batch in batches.values()])
     everywhere = np.array([(labels == c).mean() for c in range(4)])  # no row has the fourth class
+    rng = np.random.default_rng(7)
+    orders = [rng.permutation(3) for _ in range(4)]
 
     def features(name: str) -> np.ndarray:
         y = batches[name].y.numpy()
         shares = [((y == c).sum() + 3 * everywhere[c]) / (len(y) + 3) for c in range(4)]
-        return np.column_stack([batches[name].x.numpy(), np.tile(shares, (len(y), 1))])
+        places = [order["abc".index(name)] for order in orders]
+        return np.column_stack([batches[name].x.numpy(), np.tile([*shares, *places], (len(y), 1))])
 
-    settings: dict[str, Any] = {"max_features": 0.5, "max_samples": 15, "random_state": 7}
-    trees = RandomForestClassifier(**settings)
-    trees.fit(np.concatenate([features("a"), features("c")]), np.concatenate([batches[n].y.numpy() for n in "ac"]))
+    settings: dict[str, Any] = {"max_features": 0.5, "max_samples": 75, "random_state": 7}
+    boosting: dict[str, Any] = {"l2_regularization": 1.0, "early_stopping": False, "random_state": 7}
     rows = {"b": torch.tensor([0, 2]), "new": torch.tensor([1])}
     x = torch.stack([batches["b"].x[0], batches["a"].x[0], batches["b"].x[1]])
-    at = np.stack([features("b")[0], [*x[1].tolist(), *everywhere], features("b")[1]])
-    expected = np.zeros((3, 4))
-    expected[:, trees.classes_] = trees.predict_proba(at)
-    found = ClassForest(batches, num_classes=4, seed=7).outputs(x, rows)
-    np.testing.assert_allclose(found.exp(), (100 * expected + 1 / 4) / 101)
+    found = ClassTrees(batches, num_classes=4, seed=7).outputs(x, rows).exp()
+    at = np.stack([features("b")[0], [*x[1].tolist(), *everywhere, *[np.nan] * 4], features("b")[1]])
+    models: list[tuple[Any, float]] = [
+        (RandomForestClassifier(**settings), 1 / 101),
+        (HistGradientBoostingClassifier(**boosting), 1e-3),
+    ]
+    for result, (trees, even) in zip(found, models, strict=True):
+        trees.fit(np.concatenate([features("a"), features("c")]), np.concatenate([batches[n].y.numpy() for n in "ac"]))
+        expected = np.zeros((3, 4))
+        expected[:, trees.classes_] = trees.predict_proba(at)
+        np.testing.assert_allclose(result, (1 - even) * expected + even / 4)
+
+
+def test_trees_of_rows_with_one_class() -> None:
+    batches = {name: Batch(batch.x, torch.ones_like(batch.y)) for name, batch in labelled([6, 7], classes=2).items()}
+    found = ClassTrees(batches, num_classes=2, seed=0).outputs(batches["a"].x, {"a": torch.arange(6)})
+    assert (found.exp()[..., 1] > 0.99).all()
+
+
+def test_boosting_takes_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    fit = HistGradientBoostingClassifier.fit
+    monkeypatch.setattr("metaleader.sklearn.trees._BOOSTED_ROWS", 50)
+    monkeypatch.setattr(
+        HistGradientBoostingClassifier, "fit", lambda self, X, y: (counts.append(X.shape), fit(self, X, y))[1]
+    )
+    ClassTrees(labelled([40, 30], classes=3), num_classes=3, seed=0)
+    assert counts == [(50, 2 + 3 + 4)]
+
+
+def test_the_temperature_is_that_of_the_smallest_loss() -> None:
+    """Labels drawn from softmax(z / 2): a member that says z is too certain."""
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(3 * rng.normal(size=(4000, 3)))
+    y = torch.from_numpy((logits.numpy() / 2 + rng.gumbel(size=(4000, 3))).argmax(1))
+    shares = torch.full((4000,), 1 / 4000, dtype=torch.float64)
+    assert _best_temperature(torch.log_softmax(logits, -1), y, shares) == 2.0
+    assert _best_temperature(torch.log_softmax(logits / 2, -1), y, shares) == 1.0
 
 
 def households(num: int, rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -152,14 +190,14 @@ def households(num: int, rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarr
     return X, np.array(["a", "b", "c"])[np.where(between, other[g], usual[g])], g
 
 
-def test_a_forest_is_weighted_saved_and_given_new_data() -> None:
+def test_trees_are_weighted_saved_and_given_new_data() -> None:
     X, y, g = households(30, 24)
     late = np.arange(len(g)) % 24 >= 16
     settings: dict[str, Any] = SMALL | {"members": 4, "updates": 60}
     model = MetaClassifier(**settings).fit(X[~late], y[~late], groups=g[~late])
     weights = model.ensemble_.weights
     assert len(weights) == 4
-    assert weights[-1] > 0.3
+    assert weights[-2:].sum() > 0.3
     assert float(weights.sum()) == pytest.approx(1)
     without = MetaClassifier(**{**settings, "members": 3}).fit(X[~late], y[~late], groups=g[~late])
     right, right_without = (np.mean(m.predict(X[late], groups=g[late]) == y[late]) for m in (model, without))
@@ -168,17 +206,40 @@ def test_a_forest_is_weighted_saved_and_given_new_data() -> None:
     copied = pickle.loads(pickle.dumps(model))
     np.testing.assert_array_equal(copied.predict_proba(X[late], groups=g[late]), found)
     new, labels = X[:12] + 0.5, np.array(["c"] * 12)
-    before = model.predict_proba(new, groups=["new"] * 12)[:, 2].mean()
+    before = model.predict_proba(new, groups=["new"] * 12)
+    np.testing.assert_array_equal(model.predict_proba(new), before)  # an unknown group is predicted by the prior
     model.partial_fit(new, labels, groups=["new"] * 12)
-    assert model.predict_proba(new, groups=["new"] * 12)[:, 2].mean() > before + 0.2
+    assert model.predict_proba(new, groups=["new"] * 12)[:, 2].mean() > before[:, 2].mean() + 0.2
 
 
-@pytest.mark.parametrize("rows", [2, 8])
-def test_groups_too_small_to_hold_out_use_no_forest(rows: int) -> None:
-    X, y, g = households(30, rows)
+def test_probabilities_are_about_as_large_as_frequencies() -> None:
+    """Labels drawn with known probabilities, on which boosted trees are too certain."""
+    rng = np.random.default_rng(0)
+    g = np.repeat(np.arange(60), 20)
+    X = rng.normal(size=(1200, 2))
+    usual = rng.normal(size=60)[g]
+    y = (rng.random(1200) < 1 / (1 + np.exp(-(X[:, 0] + usual)))).astype(int)
+    late = np.arange(1200) % 20 >= 12
+    model = MetaClassifier(**{**SMALL, "members": 4, "updates": 60}).fit(X[~late], y[~late], groups=g[~late])
+    found = model.predict_proba(X[late], groups=g[late])
+    assert abs(found.max(1).mean() - (found.argmax(1) == y[late]).mean()) < 0.04
+    model.ensemble_._temperatures[:] = 1
+    found = model.predict_proba(X[late], groups=g[late])
+    assert found.max(1).mean() - (found.argmax(1) == y[late]).mean() > 0.06
+
+
+def test_groups_too_small_to_hold_out_use_no_trees() -> None:
+    X, y, g = households(30, 6)
     model = MetaClassifier(**{**SMALL, "members": 4, "updates": 20}).fit(X, y, groups=g)
-    assert model.ensemble_.weights.tolist() == [1 / 3] * 3 + [0]
+    assert model.ensemble_.weights.tolist() == [1 / 2] * 2 + [0, 0]
     np.testing.assert_allclose(model.predict_proba(X, groups=g).sum(1), 1)
+
+
+def test_groups_of_less_than_twelve_rows_are_held_out_if_there_are_no_larger_ones() -> None:
+    X, y, g = households(30, 8)
+    first, second = (MetaClassifier(**{**SMALL, "members": 4, "updates": 20}).fit(X, y, groups=g) for _ in range(2))
+    assert first.ensemble_.weights[-2:].min() > 0
+    np.testing.assert_array_equal(first.predict_proba(X, groups=g), second.predict_proba(X, groups=g))
 
 
 def test_weights_minimise_the_error_and_the_distance_to_those_of_the_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 Members are `FTML` learners with `BayesianHead`: a network whose last layer is adapted, a linear model, or a network
 with an offset per group. Some groups are held out from training. They choose, for every learner, when to stop and how
-much to adapt (a factor of the prior covariance), and the weights of the members. For classes, the last member is a
-random forest, which has no weight without held-out groups.
+much to adapt (a factor of the prior covariance), and the weights of the members. For classes, the last two
+members are a random forest and boosted trees. Held-out groups choose how certain they are, by a temperature each;
+without such groups they have no weight.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from torch.utils._pytree import tree_map
 from metaleader.engine.engine import Engine
 from metaleader.learners import FTML, BayesianHead, update_together
 from metaleader.losses import squared_error
-from metaleader.sklearn.forest import ClassForest
+from metaleader.sklearn.trees import ClassTrees
 from metaleader.tasks import Batch
 
-# Held-out groups are predicted from this many of their datapoints, and need two more to be measured on.
-_SHOTS = 10
+# Held-out groups are predicted from this many of their datapoints, and need two more to be measured on. The second
+# number is for classes in data whose groups are smaller.
+_SHOTS = (10, 5)
 _MEASUREMENTS = 30
 _WARM_UP, _LAST_LR = 0.3, 0.05
 # The factors of the prior covariance that are tried: from full adaptation to nearly none
@@ -34,11 +36,14 @@ _TEMPERS = (1.0, 0.3, 0.1, 0.03, 0.01)
 # Noise and outliers differ between groups.
 _DOF = 4.0
 # The weights of the members are drawn towards weights known beforehand, as by this many held-out groups. For classes,
-# half is the forest's, and the learners share the rest; for regression, they are those of 1 / error ** 8, equal for
-# members of about the same error.
+# they are those of the forest and the boosted trees below, and the learners share the rest; for regression, those of
+# 1 / error ** 8, equal for members of about the same error.
 _STRENGTH, _POWER = 2.0, 8
-# The number of members from which one is a forest
-_WITH_FOREST = 4
+_TREES = (0.2, 0.6)
+# The number of members from which two are trees
+_WITH_TREES = 4
+# Boosted trees are too certain: the logarithms of the probabilities are divided by one of these.
+_TEMPERATURES = (0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0)
 
 
 class _Net(nn.Module):
@@ -90,11 +95,12 @@ class Ensemble:
         width: int,
         tasks: int,
     ) -> None:
-        self._updates, self._seed = updates, seed
+        self._updates, self._seed, self._shots = updates, seed, _SHOTS[0]
         self._regression, self._outputs = loss is squared_error, outputs
-        self._has_forest = not self._regression and bool(hidden) and members >= _WITH_FOREST
-        self._forest: ClassForest | None = None
-        engine, kinds = Engine("eager"), self._member_kinds(tuple(hidden), members - self._has_forest)
+        has_trees = not self._regression and bool(hidden) and members >= _WITH_TREES
+        self._temperatures = torch.ones(len(_TREES) if has_trees else 0, dtype=torch.float64)
+        self._trees: ClassTrees | None = None
+        engine, kinds = Engine("eager"), self._member_kinds(tuple(hidden), members - len(self._temperatures))
         self._learners = [
             FTML(
                 lambda widths=widths: _Net(features, outputs, widths),
@@ -129,9 +135,14 @@ class Ensemble:
 
     def train(self, batches: Mapping[str, Batch], validation: float) -> None:
         """Train all members on all groups but a fraction, and choose by that fraction; then add its data."""
-        eligible = sorted(name for name, batch in batches.items() if len(batch.y) >= _SHOTS + 2)
-        order = np.random.default_rng([self._seed, len(eligible)]).permutation(len(eligible))
-        names = [eligible[i] for i in sorted(order[: int(validation * len(eligible))])]
+        names: list[str] = []
+        for shots in _SHOTS[:1] if self._regression else _SHOTS:
+            self._shots = shots
+            eligible = sorted(name for name, batch in batches.items() if len(batch.y) >= shots + 2)
+            order = np.random.default_rng([self._seed, len(eligible)]).permutation(len(eligible))
+            names = [eligible[i] for i in sorted(order[: int(validation * len(eligible))])]
+            if names:
+                break
         held = [batches[name] for name in names]
         self.add({name: batch for name, batch in batches.items() if name not in names}, updates=0)
         best: list[tuple[float, Any]] = [(math.inf, learner.state) for learner in self._learners]
@@ -155,7 +166,7 @@ class Ensemble:
         for name, batch in batches.items():
             for learner in self._learners:
                 learner.observe(*batch, task=name, update=False)
-        self._forest = None
+        self._trees = None
         self._update(updates)
 
     def _update(self, steps: int) -> None:
@@ -183,18 +194,19 @@ class Ensemble:
             for name, prediction in many.items():
                 output[rows[name]] = prediction
             results.append(output.double())
-        if self._has_forest and self.weights[-1] > 0:
-            self._forest = self._forest or self._forest_with({})
-            results.append(self._forest.outputs(x, rows))
-        elif self._has_forest:
-            results.append(torch.zeros_like(results[0]))
+        num = len(self._temperatures)
+        if num and self.weights[-num:].sum() > 0:
+            self._trees = self._trees or self._trees_with({})
+            results += self._trees.outputs(x, rows) / self._temperatures[:, None, None]
+        else:
+            results += [torch.zeros_like(results[0])] * num
         return torch.stack(results)
 
-    def _forest_with(self, batches: Mapping[str, Batch]) -> ClassForest:
-        """A forest of the data of all groups, and of groups that the learners do not have."""
+    def _trees_with(self, batches: Mapping[str, Batch]) -> ClassTrees:
+        """Trees of the data of all groups, and of groups that the learners do not have."""
         lead = self._learners[0]
         stored = {name: data for name in lead.tasks if (data := lead.memory.named(name)) is not None}
-        return ClassForest(stored | dict(batches), self._outputs, self._seed)
+        return ClassTrees(stored | dict(batches), self._outputs, self._seed)
 
     @torch.no_grad()
     def variances(self, x: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
@@ -209,11 +221,12 @@ class Ensemble:
 
     def state(self) -> dict[str, Any]:
         """All that training has changed."""
-        return {"weights": self.weights, "learners": [learner.state_dict() for learner in self._learners]}
+        learners = [learner.state_dict() for learner in self._learners]
+        return {"weights": self.weights, "temperatures": self._temperatures, "learners": learners}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`."""
-        self.weights, self._forest = state["weights"], None
+        self.weights, self._temperatures, self._trees = state["weights"], state["temperatures"], None
         for learner, saved in zip(self._learners, state["learners"], strict=True):
             learner.load_state_dict(saved)
 
@@ -224,9 +237,9 @@ class Ensemble:
         The weights of the rows of a group sum to one.
         """
         params, longest = learner.layout.named(learner.state.flat), max(len(batch.y) for batch in held)
-        shots = tree_map(lambda *leaves: torch.stack([leaf[:_SHOTS] for leaf in leaves]), *held)
-        rest = [torch.arange(_SHOTS, longest) % len(batch.y) for batch in held]
-        is_row = torch.stack([torch.arange(_SHOTS, longest) < len(batch.y) for batch in held])
+        shots = tree_map(lambda *leaves: torch.stack([leaf[: self._shots] for leaf in leaves]), *held)
+        rest = [torch.arange(self._shots, longest) % len(batch.y) for batch in held]
+        is_row = torch.stack([torch.arange(self._shots, longest) < len(batch.y) for batch in held])
         x = torch.stack([batch.x[index] for batch, index in zip(held, rest, strict=True)])
         y = torch.stack([batch.y[index] for batch, index in zip(held, rest, strict=True)])
 
@@ -236,13 +249,13 @@ class Ensemble:
         shares = (is_row / is_row.sum(1, keepdim=True))[is_row]
         return torch.func.vmap(predict)(Batch(*shots), x)[is_row].double(), y[is_row], shares.double() / len(held)
 
-    def _predicted_by_forest(self, held: Sequence[Batch]) -> Tensor:
-        """Predictions of the rows of `_predicted`, by a forest that has the first datapoints of held-out groups."""
-        forest = self._forest_with({f"held {i}": Batch(*(leaf[:_SHOTS] for leaf in b)) for i, b in enumerate(held)})
-        x = [batch.x[_SHOTS:] for batch in held]
+    def _predicted_by_trees(self, held: Sequence[Batch]) -> Tensor:
+        """Predictions of the rows of `_predicted`, by trees that have the first datapoints of held-out groups."""
+        trees = self._trees_with({f"held {i}": Batch(*(leaf[: self._shots] for leaf in b)) for i, b in enumerate(held)})
+        x = [batch.x[self._shots :] for batch in held]
         ends = np.cumsum([0, *map(len, x)])
         rows = {f"held {i}": torch.arange(ends[i], ends[i + 1]) for i in range(len(held))}
-        return forest.outputs(torch.cat(x), rows)
+        return trees.outputs(torch.cat(x), rows)
 
     def _error(self, learner: FTML, held: Sequence[Batch]) -> float:
         """The mean loss on held-out groups."""
@@ -261,8 +274,11 @@ class Ensemble:
     def _best_weights(self, held: Sequence[Batch]) -> Tensor:
         """Weights of the members with the smallest error on held-out groups, drawn towards those known beforehand."""
         triples = [self._predicted(learner, held) for learner in self._learners]
-        by_forest = [self._predicted_by_forest(held)] if self._has_forest else []
-        predictions, (_, y, shares) = torch.stack([triple[0] for triple in triples] + by_forest), triples[0]
+        predictions, (_, y, shares) = torch.stack([triple[0] for triple in triples]), triples[0]
+        if len(self._temperatures):
+            by_trees = self._predicted_by_trees(held)
+            self._temperatures = torch.stack([_best_temperature(member, y, shares) for member in by_trees])
+            predictions = torch.cat([predictions, by_trees / self._temperatures[:, None, None]])
         num, strength = len(predictions), _STRENGTH / len(held)
         if self._regression:
             scale = shares.sqrt()
@@ -277,16 +293,21 @@ class Ensemble:
             # Targets that are all zero, as with a constant y, choose no member.
             return torch.from_numpy(found / found.sum()) if found.sum() > 0 else self.weights
         likelihoods = torch.softmax(predictions, -1).gather(-1, y.expand(num, -1)[..., None])[..., 0]
-        known = torch.full((num,), 1 / num, dtype=torch.float64)
-        if self._has_forest:
-            known = torch.full((num,), 1 / (2 * (num - 1)), dtype=torch.float64)
-            known[-1] = 1 / 2
+        trees = torch.tensor(_TREES[: len(self._temperatures)], dtype=torch.float64)
+        num_learners = len(self._learners)
+        known = torch.cat([torch.full((num_learners,), (1 - float(trees.sum())) / num_learners), trees])
         weights = known
         for _ in range(200):  # expectation maximisation of a mixture
             members = likelihoods * weights[:, None]
             weights = (members / members.sum(0) * shares).sum(1) + strength * known
             weights = weights / weights.sum()
         return weights
+
+
+def _best_temperature(logits: Tensor, y: Tensor, shares: Tensor) -> Tensor:
+    """The temperature with the smallest mean loss."""
+    losses = [float(-torch.log_softmax(logits / t, -1).gather(-1, y[:, None])[:, 0] @ shares) for t in _TEMPERATURES]
+    return torch.tensor(_TEMPERATURES[int(np.argmin(losses))], dtype=torch.float64)
 
 
 def _head(learner: FTML) -> BayesianHead:

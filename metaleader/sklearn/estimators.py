@@ -3,7 +3,7 @@
 Both estimators are a weighted average of a few `FTML` learners with `BayesianHead`: a network, or the inputs alone,
 shared by all groups, whose last linear layer, or its bias, is adapted to each group in closed form under a learned
 prior. With few datapoints a group is predicted almost as the average group; with many, by its own data. For classes,
-the average includes a random forest.
+the average includes a random forest and boosted trees.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class MetaRegressor(RegressorMixin, _MetaEstimator):
             network with an offset per group, a linear mixed-effects model, and another network with an offset.
         updates: the number of meta-updates in `fit`.
         learning_rate: the largest outer step size.
-        validation: the fraction of the groups with 12 or more rows that are held out during training. They choose when
-            each member stops, how much it adapts, and its weight in the average.
+        validation: the fraction of the groups with 12 or more rows (for classes 7, if there are too few) that are held
+            out during training. They choose when each member stops, how much it adapts, and its weight in the average.
         random_state: the seed, a `RandomState`, or None for a random one.
     """
 
@@ -214,9 +214,10 @@ class MetaClassifier(ClassifierMixin, _MetaEstimator):
     """Classification for groups with few rows each, all with the classes seen in `fit`.
 
     The arguments are those of `MetaRegressor`, but members are in turn a network with a last layer per group, a linear
-    model per group, and a network with an offset per group. Of four or more members, the last one is a random forest
-    over the inputs and the class shares of the group. It is used if groups were held out. It has no updates: its trees
-    are fitted to all rows anew in the first prediction after a call of `fit` or `partial_fit`.
+    model per group, and a network with an offset per group. Of four or more members, the last two are a random forest
+    and boosted trees over the inputs, the class shares of the group, and numbers of the group. They are used if groups
+    were held out. They have no updates: trees are fitted to all rows anew in the first prediction after a call of `fit`
+    or `partial_fit`.
     """
 
     _loss = staticmethod(cross_entropy)
