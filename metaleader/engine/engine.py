@@ -24,7 +24,16 @@ from metaleader.engine.cache import Mode, ProgramCache, shapes_of
 from metaleader.engine.cpp_source import has_compiler
 from metaleader.engine.hook import HookGradient, OwnGradient
 from metaleader.engine.objective import Adaptation, GradientSteps, Objective, learned_rates, over_learners
-from metaleader.engine.programs import Chains, Gradient, OuterStep, Perceptrons, Updates, compiled_gradient
+from metaleader.engine.programs import (
+    Chains,
+    FlatGradient,
+    Gradient,
+    OuterStep,
+    Perceptrons,
+    Updates,
+    compiled_gradient,
+)
+from metaleader.engine.selfcheck import check_compiled
 from metaleader.engine.whole import WholeProgram, has_few_operations, is_whole
 from metaleader.gradient.meta import descend
 from metaleader.gradient.selection import Params
@@ -224,18 +233,25 @@ class Engine:
             dense = self._perceptrons.gradient(objective, flat, support, query)
             if dense is not None:
                 return dense
+        eager = functools.partial(_flat_gradient, objective, eager_gradient(objective))
+
+        def checked(program: FlatGradient) -> FlatGradient:
+            if noise is None and not torch.backends.cuda.matmul.allow_tf32:
+                check_compiled(program, eager, flat, support, query)
+            return program
+
         program: Gradient | None = None
         if noise is None:
             program = self._chains.gradient(objective, flat, tree_map(lambda leaf: leaf[0], query), compiled)
         if program is None and compiled and is_whole(objective, flat.device):
-            whole = functools.partial(_flat_gradient, objective, eager_gradient(objective))
             try:
-                return WholeProgram(whole, (flat, support, query, noise))
+                return checked(WholeProgram(eager, (flat, support, query, noise)))
             except Exception as error:  # torch 2.13 cannot record the second derivative of l1_loss, for one
                 _log.info("the gradient does not compile as one program; compiling it in pieces: %s", short_text(error))
         if program is None and compiled:
-            program = compiled_gradient(objective, flat, support, noise)
-        return functools.partial(_flat_gradient, objective, program or eager_gradient(objective))
+            in_pieces = compiled_gradient(objective, flat, support, noise)
+            return checked(functools.partial(_flat_gradient, objective, in_pieces))
+        return eager if program is None else functools.partial(_flat_gradient, objective, program)
 
 
 def engine_of(engine: Mode | Engine, meta_steps: int, device: torch.device, objective: Objective, rows: int) -> Engine:

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metaleader as ml
+from metaleader.engine import engine as engine_module
 from metaleader.engine.conv.trace import find_chain
 from metaleader.engine.engine import Engine
 from metaleader.engine.objective import Objective
+from metaleader.engine.selfcheck import check_compiled
 from metaleader.gradient.meta import Inner
 from metaleader.learners import predict_together
 from metaleader.nets.functional import Network
@@ -136,3 +138,55 @@ def test_layers_that_are_not_torchs_own_stay(kind: str) -> None:
     net = nn.Sequential(conv, norm, nn.ReLU(), nn.Flatten(), nn.Linear(3 * 3 * 4, 2)).double()
     network, x = Network(net, ml.losses.cross_entropy), oracles.normal("x", 4, 2, 5, 6)
     torch.testing.assert_close(network.predict(network.params(), x), net(x).detach(), rtol=1e-9, atol=1e-12)
+
+
+# Compiled gradients.
+
+
+def test_a_compiled_gradient_must_agree_on_one_of_the_first_tasks() -> None:
+    """A compiler's error changes all tasks; a ReLU whose sign rounding decides changes single ones."""
+    flat, batch = torch.ones(1, 3), Batch(torch.arange(1.0, 5.0).view(1, 4, 1), torch.zeros(1, 4, 1))
+
+    def gradient(flat: Tensor, support: Any, query: Any, noise: None) -> tuple[Tensor, Tensor]:
+        return torch.zeros(2, 1), flat * query.x.mean(1)
+
+    def wrong(flat: Tensor, support: Any, query: Any, noise: None) -> tuple[Tensor, Tensor]:
+        return torch.zeros(2, 1), 1.4 * gradient(flat, support, query, noise)[1]
+
+    def wrong_for_two(flat: Tensor, support: Any, query: Any, noise: None) -> tuple[Tensor, Tensor]:
+        return (wrong if float(query.x.min()) <= 2 else gradient)(flat, support, query, noise)
+
+    check_compiled(gradient, gradient, flat, batch, batch)
+    check_compiled(wrong_for_two, gradient, flat, batch, batch)
+    with pytest.raises(RuntimeError, match=r"differs from the eager one by 0\.4 of its length"):
+        check_compiled(wrong, gradient, flat, batch, batch)
+
+
+def test_a_wrong_compiled_gradient_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A network that is no perceptron, whose compiled gradient has the wrong sign."""
+
+    def negated(objective: Objective, *given: Any) -> Any:
+        gradient = engine_module.eager_gradient(objective)
+
+        def compiled(*inputs: Any) -> Any:
+            losses, gradients = gradient(*inputs)
+            return losses, {name: -value for name, value in gradients.items()}
+
+        return compiled
+
+    monkeypatch.setattr(engine_module, "compiled_gradient", negated)
+    monkeypatch.setattr(engine_module, "is_whole", lambda *given: False)
+    learners = []
+    for mode in ("eager", "compiled"):
+        engine = Engine(mode)
+        learner = ml.FTML(
+            lambda: nn.Sequential(nn.Linear(2, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 1)),
+            ml.losses.squared_error, engine=engine, tasks_per_step=3, support=3, query=3, inner_steps=2, meta_steps=2,
+        )  # fmt: skip
+        learner.observe(oracles.normal("x", 20, 2, dtype=torch.float32), torch.ones(20, 1), task="a")
+        learners.append(learner)
+        assert engine.mode == "eager"
+    assert torch.equal(learners[0].state.flat, learners[1].state.flat)
+    assert "'compiled' fails, continuing with 'eager': the compiled gradient differs" in caplog.text

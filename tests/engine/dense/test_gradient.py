@@ -247,7 +247,8 @@ def test_the_kernels_refuse_other_problems() -> None:
 def test_auto_chooses_the_kernel_for_a_few_hundred_updates(
     compiler: None, model: Any, settings: dict[str, Any], mode: Mode
 ) -> None:
-    learner = ml.FTML(model, ml.losses.squared_error, **{"meta_steps": 10} | settings)
+    given: dict[str, Any] = {"meta_steps": 10} | settings
+    learner = ml.FTML(model, ml.losses.squared_error, **given)
     assert learner.engine.mode == mode
     assert copy.deepcopy(learner).engine.mode == mode
 
