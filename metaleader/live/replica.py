@@ -100,7 +100,7 @@ class Replica:
             "set_aside": self.learner.set_aside,
             "step": self.learner.step,
             "behind": copy.behind,
-            "record": copy.read,
+            "record": copy.restored,
             "checkpoint": copy.checkpoint,
             "age": time.monotonic() - self._looked,
             "error": self.error,
@@ -146,13 +146,14 @@ class _Copy:
         ledger: the learner.
         journal: the journal.
         read: the number of the last record read.
+        restored: the number of the last record that the learner has.
         checkpoint: the number of the record whose parameters the learner has.
     """
 
     def __init__(self, folder: Path, learner: Learner) -> None:
         self._folder, self.ledger, self._codec = folder, Ledger(learner, 0, 0), Codec()
         self._inode = os.stat(folder / NAME).st_ino
-        self.journal, self.read, self.checkpoint = Journal(folder, readonly=True), 0, 0
+        self.journal, self.read, self.restored, self.checkpoint = Journal(folder, readonly=True), 0, 0, 0
         self._first = self.journal.first
         # The observations after the checkpoint, and whether updates follow them; the number of those before it.
         self._observed: dict[int, bool] = {}
@@ -174,6 +175,7 @@ class _Copy:
             if state is not None and number == state["number"]:
                 ledger.load_state_dict(state)
                 self._take(state)
+        self.restored = self.read
 
     def follow(self) -> bool:
         """Read what is new; False if the journal was replaced, or must be loaded again for another reason."""
@@ -182,6 +184,7 @@ class _Copy:
                 return False
             for number, call in decoded(self._records(), self._codec):
                 self._restore(number, call)
+            self.restored = self.read
         except ValueError:
             if self.is_replaced():
                 return False
